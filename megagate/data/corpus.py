@@ -1,0 +1,274 @@
+"""Reading raw text: which files an input names, and their documents one by one with file and line number.
+
+Shared by `train_tokenizer` and `preprocess`, so that both understand inputs alike and complain about them alike.
+A line of a .jsonl (or .json) file is one document, a whole .txt file is one document; either may be compressed
+(.gz, .zst). Files are read in batches of about 1 MiB: memory depends on the longest document, not on the corpus.
+"""
+
+import codecs
+import contextlib
+import glob
+import gzip
+import json
+import os
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+from megagate.errors import UserError, nearest
+
+STANDARD_INPUT = "-"
+JSON_SUFFIXES = (".jsonl", ".json")
+TEXT_SUFFIX = ".txt"
+COMPRESSION_SUFFIXES = (".gz", ".zst")
+READABLE = ".jsonl, .json or .txt, optionally followed by .gz or .zst"
+BATCH_BYTES = 1 << 20
+MAXIMUM_TEXT_FILE_BYTES = 1 << 30
+MAXIMUM_REPORTED_BAD_RECORDS = 10
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Consecutive raw records of one input, small enough to hand to another process."""
+
+    source: str
+    """The input's name, as messages show it."""
+    first_line: int
+    """1-based line number of the first record."""
+    records: list[bytes]
+    """Lines of JSON, or one whole text file."""
+    is_text: bool
+    """True if the single record is a whole text file."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of raw input (after decompression) in this batch."""
+        return sum(map(len, self.records))
+
+
+@dataclass(frozen=True)
+class BadRecord:
+    """A record that cannot be used, and why."""
+
+    source: str
+    line: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.source}, line {self.line}: {self.reason}"
+
+
+class BadRecordPolicy:
+    """Decides what a bad record does: `fail` raises `UserError` at the first, `skip` reports on stderr and counts."""
+
+    def __init__(self, action: str = "fail") -> None:
+        if action not in ("fail", "skip"):
+            raise UserError(f"what to do with a bad line is either fail or skip, not {action!r}")
+        self.action = action
+        self.skipped = 0
+
+    def handle(self, bad: BadRecord) -> None:
+        """Raise `UserError`, or count the record and report the first few."""
+        if self.action == "fail":
+            raise UserError(f"{bad}; mend it, or leave such records out with --on-bad-line skip")
+        self.skipped += 1
+        if self.skipped <= MAXIMUM_REPORTED_BAD_RECORDS:
+            print(f"skipped {bad}", file=sys.stderr, flush=True)
+        if self.skipped == MAXIMUM_REPORTED_BAD_RECORDS:
+            print("further skipped records are counted, not shown", file=sys.stderr, flush=True)
+
+
+class _Unusable(Exception):
+    """Why one record cannot be used; `line_offset` counts lines from the record's first."""
+
+    def __init__(self, reason: str, line_offset: int = 0) -> None:
+        super().__init__(reason)
+        self.line_offset = line_offset
+
+
+def is_text_file(path: str) -> bool:
+    """Whether `path` is a text file that forms one document (as opposed to lines of JSON)."""
+    return _content_suffix(path) == TEXT_SUFFIX
+
+
+def expand_inputs(inputs: Sequence[str]) -> list[str]:
+    """Return the files that `inputs` (files, globs, directories, or "-" for JSON lines on standard input) name.
+
+    The order is that of `inputs`; within a glob or a directory it is alphabetical, so it never depends on the file
+    system. Directories are searched recursively for .jsonl and .txt files, hidden ones excluded.
+
+    Raises:
+        UserError: an input does not exist, matches nothing, has an unknown suffix, or names a file twice.
+    """
+    paths: list[str] = []
+    for item in inputs:
+        paths.extend(_expand(item))
+    seen: set[str] = set()
+    for path in paths:
+        real = path if path == STANDARD_INPUT else os.path.realpath(path)
+        if real in seen:
+            raise UserError(f"{path} is named twice by --input; name every file once")
+        seen.add(real)
+    return paths
+
+
+def _expand(item: str) -> list[str]:
+    if item == STANDARD_INPUT:
+        return [item]
+    if os.path.isdir(item):
+        found = [os.path.join(folder, name) for folder, _, names in os.walk(item) for name in names]
+        shown = [path for path in found if not any(part.startswith(".") for part in _parts_below(path, item))]
+        kept = sorted(path for path in shown if _content_suffix(path) in (".jsonl", TEXT_SUFFIX))
+        if not kept:
+            raise UserError(f"the directory {item} holds no .jsonl or .txt file")
+        return kept
+    if os.path.exists(item):
+        matches = [item]
+    elif glob.has_magic(item):
+        matches = sorted(path for path in glob.glob(item, recursive=True) if not os.path.isdir(path))
+        if not matches:
+            raise UserError(f"no file matches the input pattern {item}")
+    else:
+        folder = os.path.dirname(item) or "."
+        others = os.listdir(folder) if os.path.isdir(folder) else []
+        raise UserError(f"the input {item} does not exist{nearest(os.path.basename(item), others)}")
+    for path in matches:
+        if _content_suffix(path) is None:
+            raise UserError(f"the input {path} has an unknown kind; names must end in {READABLE}")
+    return matches
+
+
+def _parts_below(path: str, folder: str) -> list[str]:
+    return os.path.relpath(path, folder).split(os.sep)
+
+
+def _content_suffix(path: str) -> str | None:
+    """The suffix below any compression suffix if it is one we read, else None."""
+    name = path.lower()
+    for compression in COMPRESSION_SUFFIXES:
+        name = name.removesuffix(compression)
+    return next((suffix for suffix in (*JSON_SUFFIXES, TEXT_SUFFIX) if name.endswith(suffix)), None)
+
+
+def read_batches(paths: Iterable[str]) -> Iterator[Batch]:
+    """Yield the raw records of `paths` in order.
+
+    Raises:
+        UserError: a file cannot be read or decompressed.
+    """
+    for path in paths:
+        name = "standard input" if path == STANDARD_INPUT else path
+        try:
+            with _open(path) as stream:
+                if is_text_file(path):
+                    yield Batch(name, 1, [_read_whole(stream, name)], is_text=True)
+                else:
+                    yield from _line_batches(stream, name)
+        except UserError:
+            raise
+        except Exception as error:  # each decompressor has exceptions of its own; only reading happens in this block
+            detail = error.strerror if isinstance(error, OSError) and error.strerror else error
+            raise UserError(f"cannot read {name}: {detail}") from error
+
+
+def _open(path: str) -> contextlib.AbstractContextManager[Any]:
+    if path == STANDARD_INPUT:
+        return contextlib.nullcontext(sys.stdin.buffer)
+    if path.lower().endswith(".gz"):
+        return gzip.open(path, "rb")
+    if path.lower().endswith(".zst"):
+        try:
+            from backports import zstd  # the standard library's compression.zstd, for Python before 3.14
+        except ImportError as error:
+            raise UserError(f"reading {path} needs a package: pip install backports.zstd") from error
+        return zstd.open(path, "rb")
+    return open(path, "rb")
+
+
+def _read_whole(stream: BinaryIO, name: str) -> bytes:
+    content = stream.read(MAXIMUM_TEXT_FILE_BYTES + 1)
+    if len(content) > MAXIMUM_TEXT_FILE_BYTES:
+        raise UserError(
+            f"{name} is one document of more than {MAXIMUM_TEXT_FILE_BYTES >> 20} MiB, which must fit in memory; "
+            "split it, or store its documents as lines of a .jsonl file"
+        )
+    return content.removeprefix(codecs.BOM_UTF8)
+
+
+def _line_batches(stream: BinaryIO, name: str) -> Iterator[Batch]:
+    first, size, records = 1, 0, []
+    for number, line in enumerate(stream, start=1):
+        records.append(line.removeprefix(codecs.BOM_UTF8) if number == 1 else line)
+        size += len(line)
+        if size >= BATCH_BYTES:
+            yield Batch(name, first, records, is_text=False)
+            first, size, records = number + 1, 0, []
+    if records:
+        yield Batch(name, first, records, is_text=False)
+
+
+def parse_batch(batch: Batch, keys: Sequence[str]) -> Iterator[tuple[int, list[str]] | BadRecord]:
+    """Yield, for each record of `batch`, its line number and one text per key, or why it cannot be used.
+
+    Blank lines of a JSON file are not records. A text file gives the same text for every key.
+    """
+    for offset, record in enumerate(batch.records):
+        line = batch.first_line + offset
+        if not batch.is_text and not record.strip():
+            continue
+        try:
+            texts = [_decode(record)] * len(keys) if batch.is_text else _parse_json(record, keys)
+        except _Unusable as error:
+            yield BadRecord(batch.source, line + error.line_offset, str(error))
+        else:
+            yield line, texts
+
+
+def _decode(record: bytes) -> str:
+    try:
+        return record.decode("utf-8")
+    except UnicodeDecodeError as error:
+        before = record[: error.start]
+        column = error.start - (before.rfind(b"\n") + 1) + 1
+        reason = f"not valid UTF-8 (0x{record[error.start]:02x} at byte {column} of the line)"
+        raise _Unusable(reason, before.count(b"\n")) from None
+
+
+def _parse_json(record: bytes, keys: Sequence[str]) -> list[str]:
+    try:
+        value = json.loads(_decode(record))
+    except json.JSONDecodeError as error:
+        raise _Unusable(f"not valid JSON ({error.msg} at character {error.pos + 1})") from None
+    except (ValueError, RecursionError) as error:  # a number of too many digits, brackets nested too deep
+        raise _Unusable(f"not usable JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise _Unusable(f"not a JSON object but a {type(value).__name__}")
+    texts = []
+    for key in keys:
+        if key not in value:
+            raise _Unusable(f"no key {key!r}{nearest(key, value)}")
+        text = value[key]
+        if not isinstance(text, str):
+            raise _Unusable(f"the value of {key!r} is not a string but {type(text).__name__}")
+        if not text.isascii():
+            try:
+                text.encode("utf-8")
+            except UnicodeEncodeError:  # JSON can spell half of a surrogate pair
+                raise _Unusable(f"the value of {key!r} holds an unpaired surrogate, not a character") from None
+        texts.append(text)
+    return texts
+
+
+def iterate_texts(paths: Iterable[str], key: str, policy: BadRecordPolicy) -> Iterator[str]:
+    """Yield the documents of `paths`, bad records handled by `policy`.
+
+    Raises:
+        UserError: a file cannot be read, or a record is bad and the policy is to fail.
+    """
+    for batch in read_batches(paths):
+        for record in parse_batch(batch, [key]):
+            if isinstance(record, BadRecord):
+                policy.handle(record)
+            else:
+                yield record[1][0]

@@ -1,0 +1,138 @@
+"""The tokenizer that training uses, built the way training builds it.
+
+Preprocessing and training must agree on what `--tokenizer-type` and its companions mean, so both go through
+Megatron's own `build_tokenizer`, with the defaults of Megatron's `TokenizerConfig`. What is added here: the flags
+without the seconds that importing Megatron takes, and one sentence instead of a traceback when a file is missing, is
+not a tokenizer, or needs a package that is not installed.
+
+The result has `tokenize(text) -> list[int]`, `detokenize(ids) -> str`, `vocab_size` and `eod`.
+"""
+
+import argparse
+import contextlib
+import importlib.util
+import logging
+import os
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+from megagate.errors import UserError, nearest
+
+SENTENCEPIECE_TYPES = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
+WORD_PIECE_TYPES = ("BertWordPieceLowerCase", "BertWordPieceCase")
+TOKENIZER_TYPES = (
+    *SENTENCEPIECE_TYPES,
+    "HuggingFaceTokenizer",
+    "TikTokenizer",
+    "GPT2BPETokenizer",
+    *WORD_PIECE_TYPES,
+    "NullTokenizer",
+)
+"""Megatron's tokenizers of plain text; its multimodal and conversation tokenizers read other data."""
+
+_PACKAGE = {
+    **dict.fromkeys(SENTENCEPIECE_TYPES, "sentencepiece"),
+    **dict.fromkeys(("HuggingFaceTokenizer", "GPT2BPETokenizer", *WORD_PIECE_TYPES), "transformers"),
+    "TikTokenizer": "tiktoken",
+}
+_NEEDS_FILE = (*SENTENCEPIECE_TYPES, "TikTokenizer")
+
+
+def add_tokenizer_arguments(parser: argparse.ArgumentParser) -> list[str]:
+    """Add Megatron's tokenizer flags that matter for plain text, with Megatron's names, meanings and defaults.
+
+    Returns the names under which the parsed values are found; they are keyword arguments of :func:`build_tokenizer`.
+    """
+    group = parser.add_argument_group("tokenizer", "the same flags, with the same meaning, as in training")
+    add = group.add_argument
+    actions = [
+        add("--tokenizer-type", required=True, help="one of: " + ", ".join(TOKENIZER_TYPES)),
+        add("--tokenizer-model", help="model file (SentencePiece, TikToken) or Hugging Face directory"),
+        add("--vocab-size", type=int, help="vocabulary size (NullTokenizer, TikTokenizer)"),
+        add("--vocab-file", help="vocabulary file (GPT2BPETokenizer, BertWordPiece...)"),
+        add("--merge-file", help="merges file (GPT2BPETokenizer)"),
+        add("--tokenizer-metadata", dest="metadata_path", help="Megatron tokenizer metadata, a JSON file"),
+        add("--tokenizer-special-tokens", dest="special_tokens", nargs="+", help="special tokens to add"),
+        add("--tiktoken-pattern", choices=("v1", "v2"), help="TikToken splitting pattern"),
+        add("--tiktoken-num-special-tokens", type=int, default=1000, help="TikToken special tokens (1000)"),
+        add("--tokenizer-sentencepiece-legacy", action="store_true", help="let special tokens be added"),
+        add("--tokenizer-hf-no-use-fast", action="store_true", help="use the slow Hugging Face tokenizer"),
+        add(
+            "--tokenizer-hf-no-include-special-tokens",
+            action="store_true",
+            help="do not let a Hugging Face tokenizer put its own special tokens around a document",
+        ),
+        add("--trust-remote-code", action="store_true", help="run Python found in a Hugging Face directory"),
+        add("--null-tokenizer-eod-id", type=int, help="NullTokenizer's end-of-document id (the last id)"),
+    ]
+    return [action.dest for action in actions]
+
+
+def build_tokenizer(tokenizer_type: str, tokenizer_model: str | None = None, **options: Any):
+    """Build Megatron's tokenizer of that type, as training would from the same flags.
+
+    Args:
+        tokenizer_type: one of `TOKENIZER_TYPES`.
+        tokenizer_model: model file, or directory or name for Hugging Face.
+        options: fields of `megatron.training.config.training_config.TokenizerConfig`, such as `vocab_size`.
+
+    Raises:
+        UserError: the type is unknown, a file or a flag that it needs is missing, or it cannot be loaded.
+    """
+    _check(tokenizer_type, tokenizer_model, options)
+    with quiet():
+        from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer as build
+        from megatron.training.config.training_config import TokenizerConfig
+
+    config = TokenizerConfig(
+        tokenizer_type=tokenizer_type, tokenizer_model=tokenizer_model, pad_vocab_size=False, **options
+    )
+    try:
+        return build(config)
+    except Exception as error:  # every tokenizer library has its own way to refuse a file
+        detail = " ".join(str(error).split()) or type(error).__name__
+        source = f" from {tokenizer_model or options.get('vocab_file') or 'the flags given'}"
+        raise UserError(f"cannot build a {tokenizer_type}{source}: {detail}") from error
+
+
+def _check(tokenizer_type: str, tokenizer_model: str | None, options: dict[str, Any]) -> None:
+    """Raise `UserError` for what can be seen to be wrong before Megatron is imported."""
+    if tokenizer_type not in TOKENIZER_TYPES:
+        hint = nearest(tokenizer_type, TOKENIZER_TYPES)
+        raise UserError(f"--tokenizer-type {tokenizer_type} is not one of {', '.join(TOKENIZER_TYPES)}{hint}")
+    package = _PACKAGE.get(tokenizer_type)
+    if package and importlib.util.find_spec(package) is None:
+        raise UserError(f"--tokenizer-type {tokenizer_type} needs a package: pip install {package}")
+    if tokenizer_type == "NullTokenizer":
+        if not options.get("vocab_size") or options["vocab_size"] < 1:
+            raise UserError("--tokenizer-type NullTokenizer needs --vocab-size, at least 1")
+    elif tokenizer_type in (*_NEEDS_FILE, "HuggingFaceTokenizer"):
+        if not tokenizer_model:
+            raise UserError(f"--tokenizer-type {tokenizer_type} needs --tokenizer-model")
+    elif not options.get("vocab_file"):
+        raise UserError(f"--tokenizer-type {tokenizer_type} needs --vocab-file")
+    files = {
+        "--tokenizer-model": tokenizer_model if tokenizer_type in _NEEDS_FILE else None,
+        "--vocab-file": options.get("vocab_file"),
+        "--merge-file": options.get("merge_file"),
+        "--tokenizer-metadata": options.get("metadata_path"),
+    }
+    for flag, path in files.items():
+        if path and not os.path.isfile(path):
+            folder = os.path.dirname(path) or "."
+            others = os.listdir(folder) if os.path.isdir(folder) else []
+            raise UserError(f"{flag} {path} does not exist{nearest(os.path.basename(path), others)}")
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keep back the warnings that importing Megatron gives about optional packages, which tokenizing never uses."""
+    previous = logging.root.manager.disable
+    logging.disable(max(previous, logging.WARNING))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(previous)

@@ -1,0 +1,40 @@
+"""Errors that a user can mend, and the one place that turns them into a sentence and an exit status.
+
+Code anywhere in megagate raises :class:`UserError` when the cause lies in what the user gave: a flag, a file, a
+layout. Its text is one sentence that says what is wrong, where, and how to mend it. Every command runs its ``main``
+through :func:`run_command`, which prints that sentence without a traceback and exits with status 2.
+Any other exception is a fault of the program and keeps its traceback.
+"""
+
+import difflib
+import os
+import sys
+from collections.abc import Callable, Iterable
+
+EXIT_USER_ERROR = 2
+
+
+class UserError(Exception):
+    """A mistake in the user's input; the message says what, where and how to mend it."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return ``"; did you mean a, b?"`` for the known names closest to `name`, or an empty string."""
+    matches = difflib.get_close_matches(name, list(known), n=3, cutoff=0.5)
+    return f"; did you mean {', '.join(matches)}?" if matches else ""
+
+
+def run_command(main: Callable[[], int | None]) -> None:
+    """Run `main` and exit with its status; a `UserError` becomes one line on stderr and status 2."""
+    try:
+        status = main()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(EXIT_USER_ERROR)
+    except BrokenPipeError:  # the reader of our output went away, as in `tool | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr, flush=True)
+        sys.exit(130)
+    sys.exit(status or 0)

@@ -1,0 +1,40 @@
+"""The paper's attention gate without Megatron: its axes and presets, its math in plain torch, its row layout.
+
+Start with `config` for what a gate can be, `functional` for what it computes, and `layout` for where its weights lie.
+"""
+
+from megagate.gate.config import (
+    PRESETS,
+    GateActivation,
+    GateCombine,
+    GateConfig,
+    GateGranularity,
+    GateInput,
+    GatePosition,
+    GateSharing,
+    SdpaOutputActivation,
+    add_gate_arguments,
+    gate_config_from_args,
+    preset,
+    preset_name,
+)
+from megagate.gate.layout import QKVActivations, QKVLayout, QKVWeights
+
+__all__ = [
+    "PRESETS",
+    "GateActivation",
+    "GateCombine",
+    "GateConfig",
+    "GateGranularity",
+    "GateInput",
+    "GatePosition",
+    "GateSharing",
+    "QKVActivations",
+    "QKVLayout",
+    "QKVWeights",
+    "SdpaOutputActivation",
+    "add_gate_arguments",
+    "gate_config_from_args",
+    "preset",
+    "preset_name",
+]

@@ -1,0 +1,62 @@
+"""Norms in plain torch that support sequence parallelism and zero-centred gamma."""
+
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+class RMSNorm(nn.Module):
+    """y = x / sqrt(mean(x^2) + eps) * w over the last dimension (Zhang and Sennrich 2019, arXiv 1910.07467).
+
+    With `zero_centered_gamma` the stored weight is w - 1, as Transformer Engine and Qwen3-Next keep it.
+
+    Args:
+        config: gives `sequence_parallel`, `layernorm_zero_centered_gamma` and `params_dtype`.
+        hidden_size: size of the last dimension.
+        eps: added to the mean of squares.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.eps = eps
+        self.zero_centered_gamma = config.layernorm_zero_centered_gamma
+        initial = torch.zeros if self.zero_centered_gamma else torch.ones
+        device = torch.device("cpu") if config.use_cpu_initialization else torch.cuda.current_device()
+        self.weight = nn.Parameter(initial(hidden_size, dtype=config.params_dtype, device=device))
+        _tag_sequence_parallel(self, config)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Normalise [..., hidden_size]; statistics in fp32 or better, result in the input's dtype."""
+        weight = self.weight + 1 if self.zero_centered_gamma else self.weight
+        return functional.rms_norm(hidden, weight.shape, weight, self.eps)
+
+
+class LayerNorm(nn.LayerNorm):
+    """torch's LayerNorm with Megatron's constructor and zero-centred gamma (Ba et al. 2016, arXiv 1607.06450)."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
+        device = torch.device("cpu") if config.use_cpu_initialization else torch.cuda.current_device()
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=device)
+        self.zero_centered_gamma = config.layernorm_zero_centered_gamma
+        if self.zero_centered_gamma:
+            nn.init.zeros_(self.weight)
+        _tag_sequence_parallel(self, config)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Normalise [..., hidden_size]; result in the input's dtype."""
+        weight = self.weight + 1 if self.zero_centered_gamma else self.weight
+        return functional.layer_norm(hidden, self.normalized_shape, weight, self.bias, self.eps)
+
+
+def _tag_sequence_parallel(module: nn.Module, config: TransformerConfig) -> None:
+    """Mark parameters whose gradients Megatron sums over tensor-parallel ranks under sequence parallelism."""
+    for parameter in module.parameters():
+        parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+def build_norm(config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> RMSNorm | LayerNorm:
+    """Build the norm that `config.normalization` names ("RMSNorm" or "LayerNorm")."""
+    if config.normalization == "RMSNorm":
+        return RMSNorm(config, hidden_size, eps)
+    return LayerNorm(config, hidden_size, eps)

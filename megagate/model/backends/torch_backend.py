@@ -1,0 +1,37 @@
+"""The torch backend: which module stands for each part of a layer, without Transformer Engine.
+
+Linear layers and experts are Megatron's own local ones. Norms and core attention are ours, since Megatron's local
+norms refuse sequence parallelism and its local attention refuses context parallelism and materialises the scores.
+"""
+
+from typing import Any
+
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.models.hybrid.hybrid_block import HybridStack
+
+from megagate.model.backends.attention import TorchCoreAttention
+from megagate.model.backends.norm import build_norm
+
+
+class TorchBackend(LocalSpecProvider):
+    """Megatron's provider of local modules, with norms and core attention replaced."""
+
+    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False) -> Any:
+        """Return the norm builder; the kind of norm is read from the config when it is built."""
+        return build_norm
+
+    def core_attention(self) -> type:
+        """Return the core attention module."""
+        return TorchCoreAttention
+
+
+class TorchHybridStack(HybridStack):
+    """Megatron's stack of layers with a final norm that needs no Transformer Engine."""
+
+    def __init__(self, *args: Any, post_layer_norm: bool = True, **kwargs: Any) -> None:
+        super().__init__(*args, post_layer_norm=False, **kwargs)
+        self.post_layer_norm = post_layer_norm
+        if self.post_process and post_layer_norm:
+            self.final_norm = build_norm(
+                config=self.config, hidden_size=self.config.hidden_size, eps=self.config.layernorm_epsilon
+            )

@@ -1,0 +1,58 @@
+"""Pretrain: `torchrun --nproc-per-node N -m megagate.pretrain --recipe FILE`, or `python -m ...` for one process."""
+
+import os
+import sys
+from pathlib import Path
+
+from megagate.errors import EXIT_USER_ERROR, UserError, run_command
+from megagate.pretrain import output
+
+LOCAL_WORLD = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}
+
+
+def main() -> int:
+    """Parse, build, train."""
+    alone = "RANK" not in os.environ  # neither torchrun nor a launcher that sets the same variables
+    for name, value in LOCAL_WORLD.items():
+        os.environ.setdefault(name, value)
+    if alone and "MASTER_PORT" not in os.environ:
+        os.environ["MASTER_PORT"] = str(_free_port())
+    wants_help = any(token in ("-h", "--help") for token in sys.argv[1:])
+    verbose = wants_help or "--verbose" in sys.argv
+    stream = None if verbose else output.quiet()
+
+    import megagate.platform  # before Megatron
+    from megagate.platform import cpu
+
+    cpu.announce()
+    if megagate.platform.on_cpu():
+        cpu.activate_training()
+    from megagate.pretrain.arguments import parse
+
+    try:
+        args = parse(sys.argv[1:])
+    except UserError:
+        if os.environ["RANK"] == "0":
+            raise
+        return EXIT_USER_ERROR
+    if stream is not None:
+        log = output.open_log(stream, Path(args.save or args.tensorboard_dir or "runs") / "logs", args.rank)
+        if args.rank == 0:
+            print(f"megagate: every detail is in {log}", flush=True)
+    from megagate.pretrain.train import train
+
+    train(args)
+    return 0
+
+
+def _free_port() -> int:
+    """Return a port on which nothing listens."""
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return probe.getsockname()[1]
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,224 @@
+"""Megatron's arguments, completed: recipe, gate flags, blocks, sensible defaults, and early refusals.
+
+Everything that can be refused is refused here, before a process group exists. Megatron parses and validates; what it
+asserts about the user's input is passed on as one sentence.
+"""
+
+import argparse
+import math
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+from unittest import mock
+
+from megatron.training import arguments as megatron_arguments
+from megatron.training.global_vars import get_tokenizer, set_global_variables
+
+from megagate.checkpoint.load import check_vocabulary, choose_checkpoint
+from megagate.data.validate import check_indexed_dataset
+from megagate.errors import UserError, nearest
+from megagate.gate.config import add_gate_arguments, gate_config_from_args
+from megagate.model.attention import check_trainable
+from megagate.model.pattern import BOUNDARY, check_pattern, derive_pattern, expert_blocks, stage_sizes
+from megagate.platform import cpu, on_cpu
+from megagate.pretrain.layout import check_layout
+from megagate.pretrain.recipe import merge_recipe
+
+DEFAULTS: dict[str, Any] = {
+    # Expert-tensor parallelism would follow the tensor-parallel size and cut small experts smaller.
+    "expert_tensor_parallel_size": 1,
+    # Megatron's default gathers every token on every rank.
+    "moe_token_dispatcher_type": "alltoall",
+    # Router logits in bf16 make the choice of experts a matter of rounding.
+    "moe_router_dtype": "fp32",
+    # A checkpoint that can be loaded on other parallel sizes, optimizer included.
+    "dist_ckpt_optim_fully_reshardable": True,
+    # Attention masks itself causally; see complete() for --reset-attention-mask.
+    "create_attention_mask_in_dataloader": False,
+    "transformer_impl": "local",
+}
+"""megagate's defaults where Megatron's own are traps; a flag on the command line wins."""
+
+NOT_AVAILABLE: dict[str, str] = {
+    "fp8": "--fp8-format needs the Transformer Engine backend, which is not there yet: leave it out and use --bf16",
+    "fp4": "--fp4-format needs the Transformer Engine backend, which is not there yet: leave it out and use --bf16",
+    "multi_latent_attention": "--multi-latent-attention has no gate here: leave it out",
+    "spec": "--spec is not needed: the layers follow from the gate flags; leave it out",
+    "fused_single_qkv_rope": "--fused-single-qkv-rope cannot be combined with a gate: leave it out",
+    "mtp_num_layers": "--mtp-num-layers (multi-token prediction) is not there yet: leave it out",
+    "heterogeneous_layers_config_path": "--heterogeneous-layers-config-path is not supported: leave it out",
+    "dataloader_inter_document_masking": "--dataloader-inter-document-masking needs packed attention, which the torch "
+    "backend does not have: use --reset-attention-mask",
+    "yaml_cfg": "--yaml-cfg is Megatron's experimental format: write a --recipe instead",
+}
+"""Flags that would be ignored or fail deep inside, with the sentence that refuses them."""
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Parse, complete, check and validate the command line, and make the result Megatron's global arguments.
+
+    Args:
+        argv: the command line without the program's name.
+
+    Raises:
+        UserError: something in the command line, the recipe, the data or the checkpoint is wrong.
+    """
+    parser, gate_flags = build_parser()
+    tokens = merge_recipe(argv, parser, gate_flags)
+    _check_known(tokens, parser)
+    with mock.patch.object(sys, "argv", ["megagate.pretrain", *tokens]):
+        args = megatron_arguments.parse_args(_add_arguments)
+    complete(args)
+    check_layout(args)
+    check_data(args)
+    checkpoint = choose_checkpoint(args)
+    validate(args)
+    if checkpoint is not None:
+        check_vocabulary(args, checkpoint)
+    return args
+
+
+def build_parser() -> tuple[argparse.ArgumentParser, list[str]]:
+    """Return the parser that knows every flag, and which of them are gate flags."""
+    parser = argparse.ArgumentParser(prog="megagate.pretrain", allow_abbrev=False)
+    megatron_arguments.add_megatron_arguments(parser)
+    before = set(parser._option_string_actions)
+    add_gate_arguments(parser)
+    gate_flags = [*sorted(set(parser._option_string_actions) - before), "--attention-output-gate"]
+    _add_own_arguments(parser)
+    return parser, gate_flags
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    add_gate_arguments(parser)
+    _add_own_arguments(parser)
+    return parser
+
+
+def _add_own_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("megagate")
+    group.add_argument("--recipe", metavar="FILE", help="YAML file of flags; the command line overrides it")
+    group.add_argument("--omit", nargs="+", metavar="KEY", help="keys of the recipe to leave out")
+    group.add_argument(
+        "--allow-fresh-start",
+        action="store_true",
+        help="train from scratch when --load names a directory without a checkpoint, instead of stopping",
+    )
+    group.add_argument(
+        "--verbose", action="store_true", help="show everything Megatron prints, instead of sending it to the log file"
+    )
+    parser.set_defaults(**DEFAULTS)
+
+
+def _check_known(tokens: Sequence[str], parser: argparse.ArgumentParser) -> None:
+    """Refuse a flag that does not exist, with the nearest ones; argparse alone prints every flag there is."""
+    for token in tokens:
+        name = token.split("=")[0]
+        if name.startswith("--") and name not in parser._option_string_actions:
+            raise UserError(f"{name} is no flag{nearest(name, parser._option_string_actions)}")
+
+
+def complete(args: argparse.Namespace) -> None:
+    """Fill in what follows from other arguments: gate, layer pattern, platform.
+
+    Raises:
+        UserError: flags are missing, contradict each other or are not available.
+    """
+    for name, sentence in NOT_AVAILABLE.items():
+        if getattr(args, name, None):
+            raise UserError(sentence)
+    if args.transformer_impl != "local":
+        raise UserError(
+            f"--transformer-impl {args.transformer_impl} is not there yet: leave it out to use the torch backend"
+        )
+    gate = gate_config_from_args(args)
+    check_trainable(gate)
+    args.attention_output_gate = gate.position == "sdpa" and gate.granularity == "elementwise"
+    for name in ("hidden_size", "num_attention_heads", "seq_length", "max_position_embeddings"):
+        if getattr(args, name) is None:
+            raise UserError(f"--{name.replace('_', '-')} is not given: give it on the command line or in the recipe")
+    if args.group_query_attention and not args.num_query_groups:
+        raise UserError("--group-query-attention needs --num-query-groups")
+    set_pattern(args)
+    args.create_attention_mask_in_dataloader |= args.reset_attention_mask
+    if on_cpu():
+        for name, value in cpu.ARGUMENTS.items():
+            setattr(args, name, value)
+
+
+def set_pattern(args: argparse.Namespace) -> None:
+    """Derive the hybrid layer pattern from blocks, unless the user wrote one, and restate per-block settings.
+
+    Afterwards `num_layers` counts hybrid layers, as Megatron needs, and the flags that describe pipeline stages in
+    blocks are unset, since the pattern's boundaries say it.
+    """
+    if args.hybrid_layer_pattern is not None:
+        check_pattern(args.hybrid_layer_pattern, args.num_experts)
+        return
+    blocks, pipeline = args.num_layers, args.pipeline_model_parallel_size
+    if blocks is None:
+        raise UserError("--num-layers is not given: say how many transformer blocks the model has")
+    virtual = args.num_virtual_stages_per_pipeline_rank or 1
+    if args.num_layers_per_virtual_pipeline_stage:
+        per_stage = args.num_layers_per_virtual_pipeline_stage
+        if blocks % (pipeline * per_stage):
+            raise UserError(
+                f"--num-layers {blocks} is not a multiple of --pipeline-model-parallel-size {pipeline} x "
+                f"--num-layers-per-virtual-pipeline-stage {per_stage}"
+            )
+        virtual = blocks // pipeline // per_stage
+    sizes = stage_sizes(
+        blocks, pipeline * virtual, args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
+    )
+    has_experts = expert_blocks(blocks, args.moe_layer_freq, args.num_experts)
+    args.hybrid_layer_pattern = derive_pattern(has_experts, sizes)
+    args.num_layers = len(args.hybrid_layer_pattern.replace(BOUNDARY, ""))
+    args.moe_layer_freq = 1
+    args.num_layers_per_virtual_pipeline_stage = args.num_virtual_stages_per_pipeline_rank = None
+    args.decoder_first_pipeline_num_layers = args.decoder_last_pipeline_num_layers = None
+    # Megatron reads both lists by hybrid layer: an attention layer has its block's value, and so has its FFN layer.
+    for name, last_of_period in (("window_attn_skip_freq", 0), ("no_rope_freq", 1)):
+        setting = getattr(args, name)
+        if isinstance(setting, int):
+            setting = [last_of_period if (block + 1) % setting == 0 else 1 - last_of_period for block in range(blocks)]
+        if setting:
+            setattr(args, name, [value for value in setting for _ in range(2)])
+
+
+def check_data(args: argparse.Namespace) -> None:
+    """Check that every dataset that is named is there and whole; only the first rank of a machine looks.
+
+    Raises:
+        UserError: no data are given, or a dataset is missing or truncated.
+    """
+    from megatron.training.utils import get_blend_and_blend_per_split
+
+    if args.mock_data:
+        return
+    blend, per_split = get_blend_and_blend_per_split(args)
+    blends = [entry for entry in [blend, *(per_split or [])] if entry is not None]
+    if not blends:
+        raise UserError("no data are given: use --data-path PREFIX, or --mock-data to try a model without data")
+    if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+        for prefix in dict.fromkeys(prefix for prefixes, _ in blends for prefix in prefixes):
+            check_indexed_dataset(prefix)
+
+
+def validate(args: argparse.Namespace) -> None:
+    """Run Megatron's validation and make `args` its global arguments (tokenizer, writers and timers follow).
+
+    Raises:
+        UserError: Megatron's own refusal, or a tokenizer that cannot be built.
+    """
+    chosen_padding = getattr(args, "padded_vocab_size", None)
+    try:
+        megatron_arguments.validate_args(args)
+        set_global_variables(args)
+    except (AssertionError, ValueError, RuntimeError, OSError) as error:
+        raise UserError(f"Megatron refuses the arguments: {' '.join(str(error).split()) or repr(error)}") from error
+    args.tokenizer_vocab_size = get_tokenizer().vocab_size
+    # Megatron pads to a multiple of divisor x TP; the least common multiple gives all usual TP sizes one shape, so
+    # that a checkpoint loads at another size.
+    multiple = math.lcm(args.make_vocab_size_divisible_by, args.tensor_model_parallel_size)
+    args.padded_vocab_size = chosen_padding or math.ceil(args.tokenizer_vocab_size / multiple) * multiple

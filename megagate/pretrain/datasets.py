@@ -1,0 +1,77 @@
+"""The datasets that the training loop reads: Megatron's blended .bin/.idx files, or its mock data."""
+
+from typing import Any
+
+import torch.distributed
+from megatron.core import mpu
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.training import get_args, get_tokenizer
+from megatron.training.utils import get_blend_and_blend_per_split
+
+from megagate.errors import UserError
+
+
+def dataset_config() -> GPTDatasetConfig:
+    """Return Megatron's dataset configuration for the global arguments."""
+    args = get_args()
+    blend, blend_per_split = get_blend_and_blend_per_split(args)
+    return GPTDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        blend=blend,
+        blend_per_split=blend_per_split,
+        split=args.split,
+        multiple_validation_sets=args.multiple_validation_sets,
+        full_validation=args.full_validation,
+        num_dataset_builder_threads=args.num_dataset_builder_threads,
+        path_to_cache=args.data_cache_path,
+        mmap_bin_files=args.mmap_bin_files,
+        tokenizer=get_tokenizer(),
+        reset_position_ids=args.reset_position_ids,
+        reset_attention_mask=args.reset_attention_mask,
+        eod_mask_loss=args.eod_mask_loss,
+        create_attention_mask=args.create_attention_mask_in_dataloader,
+        mid_level_dataset_surplus=args.mid_level_dataset_surplus,
+        allow_ambiguous_pad_tokens=args.allow_ambiguous_pad_tokens,
+        fast_cache_load=args.dataloader_fast_cache_load,
+        defer_npy_index_mmap=args.dataloader_defer_npy_index_mmap,
+        object_storage_cache_path=args.object_storage_cache_path,
+    )
+
+
+def _reads_data(vp_stage: int | None) -> bool:
+    """Whether this rank reads samples: the first tensor-parallel rank of the pipeline's ends."""
+    at_an_end = mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage) or mpu.is_pipeline_last_stage(
+        ignore_virtual=False, vp_stage=vp_stage
+    )
+    return at_an_end and mpu.get_tensor_model_parallel_rank() == 0
+
+
+def dataset_provider(num_samples: list[int], vp_stage: int | None = None) -> Any:
+    """Build the train, validation and test datasets.
+
+    Args:
+        num_samples: how many samples each is asked for.
+        vp_stage: the virtual pipeline stage that reads them.
+
+    Returns:
+        Three datasets, None on ranks that read none.
+
+    Raises:
+        UserError: a dataset is too small for what is asked of it.
+    """
+    config = dataset_config()
+    kind = MockGPTDataset if config.mock else GPTDataset
+    try:
+        return BlendedMegatronDatasetBuilder(kind, num_samples, lambda: _reads_data(vp_stage), config).build()
+    except (AssertionError, ValueError, IndexError) as error:
+        if torch.distributed.get_world_size() > 1 and config.mock:
+            raise
+        raise UserError(
+            f"the datasets cannot be built: {' '.join(str(error).split()) or repr(error)} (sequences of "
+            f"{config.sequence_length} tokens, split {config.split}; a part of the split may hold too few documents)"
+        ) from error
+
+
+dataset_provider.is_distributed = True  # type: ignore[attr-defined]  # every rank calls it; it decides who builds

@@ -1,0 +1,109 @@
+"""Recipes: a YAML file of Megatron's own flag names, turned into command-line tokens.
+
+    # recipe.yaml
+    num-layers: 24
+    swiglu: true                # a flag without a value
+    data-path: [0.7, web, 0.3, code]
+    environment:                # set before training unless already set
+      NCCL_DEBUG: WARN
+
+The tokens stand before the command line's own, so that what is typed wins. Gate flags are one setting: a gate flag on
+the command line replaces all gate flags of the recipe.
+"""
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megagate.errors import UserError, nearest
+
+ENVIRONMENT_KEY = "environment"
+
+
+def read_recipe(path: str | Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """Read a recipe.
+
+    Returns:
+        Flag names without the leading dashes -> value, and environment variables.
+
+    Raises:
+        UserError: the file is missing, is not YAML, or is not a mapping.
+    """
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot read the recipe {path}: {error.strerror}") from error
+    except yaml.YAMLError as error:
+        raise UserError(f"the recipe {path} is not valid YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(content, dict):
+        raise UserError(f"the recipe {path} must be a mapping of flag names to values")
+    environment = content.pop(ENVIRONMENT_KEY, None) or {}
+    if not isinstance(environment, dict):
+        raise UserError(f"{ENVIRONMENT_KEY} in the recipe {path} must be a mapping of variable names to values")
+    flags = {str(key).replace("_", "-"): value for key, value in content.items()}
+    return flags, {str(name): str(value) for name, value in environment.items()}
+
+
+def recipe_tokens(flags: dict[str, Any], parser: argparse.ArgumentParser, path: str | Path) -> list[str]:
+    """Return the command-line tokens of a recipe's flags.
+
+    Args:
+        flags: from `read_recipe`.
+        parser: knows every flag.
+        path: named in messages.
+
+    Raises:
+        UserError: a key is no flag, or its value does not fit the flag.
+    """
+    tokens: list[str] = []
+    known = parser._option_string_actions
+    for name, value in flags.items():
+        flag = f"--{name}"
+        action = known.get(flag)
+        if action is None:
+            names = [option.removeprefix("--") for option in known if option.startswith("--")]
+            raise UserError(f"{name!r} in the recipe {path} is no flag{nearest(name, names)}")
+        takes_value = action.nargs != 0
+        if isinstance(value, bool) and not takes_value:
+            tokens += [flag] if value else []
+        elif not takes_value:
+            raise UserError(
+                f"{name} in the recipe {path} is a flag without a value: write true or false, not {value!r}"
+            )
+        elif value is None or isinstance(value, dict):
+            raise UserError(f"{name} in the recipe {path} needs a value, not {value!r}")
+        elif isinstance(value, list) and action.nargs is not None:
+            tokens += [flag, *map(str, value)]
+        else:
+            tokens.append(f"{flag}={value}")
+    return tokens
+
+
+def merge_recipe(argv: Sequence[str], parser: argparse.ArgumentParser, gate_flags: Sequence[str]) -> list[str]:
+    """Return `argv` with the tokens of its `--recipe` before it, and set the recipe's environment variables.
+
+    Args:
+        argv: the command line without the program's name.
+        parser: knows every flag.
+        gate_flags: the flags that are one setting.
+    """
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--recipe")
+    first.add_argument("--omit", nargs="+", default=[])
+    chosen, rest = first.parse_known_args(argv)
+    if chosen.recipe is None:
+        return list(argv)
+    flags, environment = read_recipe(chosen.recipe)
+    for name in chosen.omit:
+        key = name.removeprefix("--").replace("_", "-")
+        if flags.pop(key, None) is None:
+            raise UserError(f"--omit {name}: the recipe {chosen.recipe} has no such key{nearest(key, flags)}")
+    if any(token.split("=")[0] in gate_flags for token in rest):
+        flags = {name: value for name, value in flags.items() if f"--{name}" not in gate_flags}
+    for name, value in environment.items():
+        os.environ.setdefault(name, value)
+    return [*recipe_tokens(flags, parser, chosen.recipe), *argv]

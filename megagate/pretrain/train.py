@@ -1,0 +1,35 @@
+"""Hand the model, the data and the forward step to Megatron's training loop."""
+
+import argparse
+
+import torch
+from megatron.core.datasets import utils as dataset_utils
+from megatron.core.enums import ModelType
+from megatron.training import pretrain
+from megatron.training.argument_utils import pretrain_cfg_container_from_args
+
+from megagate.checkpoint import torch_adam
+from megagate.gate.config import gate_config_from_args, preset_name
+from megagate.model.builder import model_config
+from megagate.pretrain.batch import forward_step
+from megagate.pretrain.datasets import dataset_provider
+
+
+def use_prebuilt_index_builder() -> None:
+    """Keep Megatron from running make for its dataset index builder, which its wheel ships compiled."""
+    import megatron.core.datasets.helpers_cpp  # noqa: F401  # fails here, not in the middle of the data's set-up
+
+    dataset_utils.compile_helpers = lambda: None
+
+
+def train(args: argparse.Namespace) -> None:
+    """Train as `args` says, from initialisation or a checkpoint, and save."""
+    use_prebuilt_index_builder()
+    torch_adam.apply()
+    config = pretrain_cfg_container_from_args(args, model_config(args))
+    if args.rank == 0:
+        gate = gate_config_from_args(args)
+        print(f"megagate: gate {preset_name(gate) or gate}, layers {args.hybrid_layer_pattern}", flush=True)
+    pretrain(config, dataset_provider, ModelType.encoder_or_decoder, forward_step)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()

@@ -1,0 +1,317 @@
+"""Datasets hold exactly the documents, do not depend on the number of workers, and appear whole or not at all."""
+
+import errno
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from megagate.data import corpus as corpus_module
+from megagate.data import parallel
+from megagate.data import preprocess as module
+from megagate.data.preprocess import main, preprocess
+from megagate.data.tokenizer import build_tokenizer
+from megagate.data.validate import check_indexed_dataset
+from megagate.errors import UserError
+
+
+@pytest.fixture
+def small_batches(monkeypatch):
+    monkeypatch.setattr(corpus_module, "BATCH_BYTES", 200)
+
+
+@pytest.fixture(scope="module")
+def numbers():
+    return build_tokenizer("NullTokenizer", vocab_size=1000)
+
+
+def write_lines(path, values):
+    path.write_text("".join(json.dumps(value) + "\n" for value in values), encoding="utf-8")
+    return str(path)
+
+
+def read(prefix):
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    check_indexed_dataset(str(prefix))
+    dataset = IndexedDataset(str(prefix))
+    assert dataset.document_indices.tolist() == list(range(len(dataset) + 1))
+    return [sequence.copy() for sequence in dataset[:]]
+
+
+def test_datasets_decode_to_the_documents(corpus, documents, tokenizer, tmp_path):
+    summary = preprocess([corpus], str(tmp_path / "out"), tokenizer, append_eod=True)
+    sequences = read(tmp_path / "out_text_document")
+    assert [tokenizer.detokenize(sequence[:-1].tolist()) for sequence in sequences] == documents
+    assert all(sequence[-1] == tokenizer.eod for sequence in sequences)
+    assert all(sequence.dtype == np.uint16 for sequence in sequences)
+    counts = summary["datasets"][str(tmp_path / "out_text_document")]
+    assert counts == {"documents": len(documents), "tokens": sum(map(len, sequences)), "empty_documents": 0}
+    assert summary["bytes_read"] == os.path.getsize(corpus)
+
+
+def test_without_append_eod_there_are_only_the_documents_tokens(corpus, documents, tokenizer, tmp_path):
+    preprocess([corpus], str(tmp_path / "out"), tokenizer)
+    sequences = read(tmp_path / "out_text_document")
+    assert [sequence.tolist() for sequence in sequences] == [tokenizer.tokenize(text) for text in documents]
+
+
+def test_bytes_do_not_depend_on_the_number_of_workers(tokenizer, tmp_path, small_batches, capfd):
+    lines = [{"text": "word " * (number % 17), "title": f"title {number}"} for number in range(200)]
+    lines[50] = {"title": "no text"}
+    path = write_lines(tmp_path / "in.jsonl", lines)
+    results = []
+    for workers in (1, 2, 3):
+        folder = tmp_path / str(workers)
+        summary = preprocess(
+            [path],
+            str(folder / "out"),
+            tokenizer,
+            json_keys=["text", "title"],
+            append_eod=True,
+            workers=workers,
+            on_bad_line="skip",
+        )
+        assert sorted(os.listdir(folder)) == [
+            f"out_{key}_document.{suffix}" for key in ("text", "title") for suffix in ("bin", "idx")
+        ]
+        results.append({name: (folder / name).read_bytes() for name in os.listdir(folder)})
+        assert summary["malformed_records"] == 1
+        assert [counts["empty_documents"] for counts in summary["datasets"].values()] == [12, 0]
+    assert results[0] == results[1] == results[2]
+    assert len(read(tmp_path / "1" / "out_title_document")) == 199
+
+
+def test_text_files_are_one_document_each_and_directories_are_read(tokenizer, tmp_path):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "b.txt").write_text(" two\n\nparagraphs ")
+    (tmp_path / "in" / "a.txt").write_text("first")
+    (tmp_path / "in" / "c.txt").write_text("")
+    summary = preprocess([str(tmp_path / "in")], str(tmp_path / "out"), tokenizer)
+    sequences = read(tmp_path / "out_text_document")
+    assert [tokenizer.detokenize(sequence.tolist()) for sequence in sequences] == ["first", " two\n\nparagraphs "]
+    assert summary["datasets"][str(tmp_path / "out_text_document")]["empty_documents"] == 1
+
+
+def test_large_vocabularies_use_four_bytes(tmp_path):
+    tokenizer = build_tokenizer("NullTokenizer", vocab_size=70000)
+    path = write_lines(tmp_path / "in.jsonl", [{"text": "69999 1"}])
+    preprocess([path], str(tmp_path / "out"), tokenizer)
+    (sequence,) = read(tmp_path / "out_text_document")
+    assert (sequence.tolist(), sequence.dtype) == ([69999, 1], np.int32)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "5 1000",
+            r"in\.jsonl, line 42: the tokenizer cannot encode it \(token 1000 is outside the vocabulary",
+        ),
+        ("-1", r"in\.jsonl, line 42: the tokenizer cannot encode it \(token -1 is outside"),
+        ("one", r"in\.jsonl, line 42: the tokenizer cannot encode it \(invalid literal"),
+        (7, r"in\.jsonl, line 42: the value of 'text' is not a string but int; mend it, or leave such records out"),
+    ],
+)
+def test_the_first_bad_record_ends_the_work_and_leaves_nothing(
+    text, message, workers, numbers, tmp_path, small_batches
+):
+    lines = [{"text": "1 2"} for _ in range(60)]
+    lines[41] = {"text": text}
+    lines[55] = {"text": "later"}
+    path = write_lines(tmp_path / "in.jsonl", lines)
+    with pytest.raises(UserError, match=message):
+        preprocess([path], str(tmp_path / "out"), numbers, workers=workers)
+    assert os.listdir(tmp_path) == ["in.jsonl"]
+
+
+def test_an_empty_corpus_is_an_error_and_leaves_nothing(numbers, tmp_path):
+    path = write_lines(tmp_path / "in.jsonl", [{"text": ""}, {"text": ""}, {"other": "1"}])
+    with pytest.raises(UserError, match=r"no document has text under 'text' \(2 empty, 1 malformed records skipped\)"):
+        preprocess([path], str(tmp_path / "out"), numbers, on_bad_line="skip")
+    (tmp_path / "in.jsonl").write_text("")
+    with pytest.raises(UserError, match="nothing to write"):
+        preprocess([path], str(tmp_path / "out"), numbers)
+    assert os.listdir(tmp_path) == ["in.jsonl"]
+
+
+def test_existing_output_is_kept_unless_overwrite_is_given(numbers, tmp_path):
+    path = write_lines(tmp_path / "in.jsonl", [{"text": "1 2"}])
+    preprocess([path], str(tmp_path / "out"), numbers)
+    write_lines(tmp_path / "in.jsonl", [{"text": "3"}])
+    with pytest.raises(UserError, match=r"out_text_document.bin exists; .* give --overwrite"):
+        preprocess([path], str(tmp_path / "out"), numbers)
+    assert [sequence.tolist() for sequence in read(tmp_path / "out_text_document")] == [[1, 2]]
+    (tmp_path / "bad.jsonl").write_text("bad\n")
+    with pytest.raises(UserError, match="not valid JSON"):
+        preprocess([str(tmp_path / "bad.jsonl")], str(tmp_path / "out"), numbers, overwrite=True)
+    assert [sequence.tolist() for sequence in read(tmp_path / "out_text_document")] == [[1, 2]]
+    preprocess([path], str(tmp_path / "out"), numbers, overwrite=True)
+    assert [sequence.tolist() for sequence in read(tmp_path / "out_text_document")] == [[3]]
+
+
+def test_requests_that_make_no_sense(numbers, tmp_path):
+    (tmp_path / "in.txt").write_text("1")
+    for keys, message in [
+        (["a", "b"], "in.txt is plain text and has no keys"),
+        (["a", "a"], "names a key twice"),
+        (["a/b"], "cannot be part of a file name"),
+    ]:
+        inputs = [str(tmp_path / "in.txt")] if keys == ["a", "b"] else [write_lines(tmp_path / "in.jsonl", [{}])]
+        with pytest.raises(UserError, match=message):
+            preprocess(inputs, str(tmp_path / "out"), numbers, json_keys=keys)
+
+
+def test_append_eod_needs_a_token_for_it(tmp_path):
+    tokenizer = build_tokenizer("NullTokenizer", vocab_size=10, null_tokenizer_eod_id=10)
+    path = write_lines(tmp_path / "in.jsonl", [{"text": "1"}])
+    with pytest.raises(UserError, match="--append-eod needs a tokenizer with an end-of-document token"):
+        preprocess([path], str(tmp_path / "out"), tokenizer, append_eod=True)
+
+
+def test_output_that_cannot_be_written(numbers, tmp_path):
+    path = write_lines(tmp_path / "in.jsonl", [{"text": "1"}])
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"cannot write .*file/out_"):
+        preprocess([path], str(tmp_path / "file" / "out"), numbers)
+
+
+def test_a_full_disk_leaves_nothing(numbers, tmp_path, monkeypatch):
+    def full(self):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(module.PendingDataset, "finish", full)
+    path = write_lines(tmp_path / "in.jsonl", [{"text": "1"}])
+    with pytest.raises(UserError, match=r"cannot write .*: No space left on device"):
+        preprocess([path], str(tmp_path / "out"), numbers)
+    assert os.listdir(tmp_path) == ["in.jsonl"]
+
+
+def test_progress_goes_to_standard_error(numbers, tmp_path, small_batches, capsys):
+    path = write_lines(tmp_path / "in.jsonl", [{"text": "1 2"} for _ in range(100)])
+    preprocess([path], str(tmp_path / "out"), numbers, log_interval=30)
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert len(shown.err.splitlines()) == 3
+    assert re.fullmatch(r"\d+ documents, 0\.0 MB, [\d.]+ MB/s, \d+ tokens/s", shown.err.splitlines()[0])
+
+
+class Dies:
+    """A tokenizer whose process is killed at one document, as the kernel does when memory runs out."""
+
+    vocab_size = 10
+
+    def tokenize(self, text):
+        if text == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return [1]
+
+
+def test_a_killed_worker_is_an_error_and_not_a_hang(tmp_path, small_batches):
+    path = write_lines(tmp_path / "in.jsonl", [{"text": "die" if number == 300 else "x"} for number in range(600)])
+    with pytest.raises(UserError, match="a worker process died"):
+        preprocess([path], str(tmp_path / "out"), Dies(), workers=2)
+    assert os.listdir(tmp_path) == ["in.jsonl"]
+
+
+def test_workers_never_run_far_ahead_of_the_reader_of_their_results():
+    taken = []
+
+    def items():
+        for number in range(100):
+            taken.append(number)
+            yield number
+
+    results = parallel.map_in_order(abs, items(), 2)
+    for expected in range(50):
+        assert next(results) == expected
+        assert len(taken) <= expected + 2 * parallel.ITEMS_PER_WORKER
+    results.close()
+
+
+def command(*arguments):
+    return [sys.executable, "tools/preprocess_data.py", *map(str, arguments)]
+
+
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+
+
+def test_the_command(corpus, model_path, documents, tmp_path):
+    arguments = ["--input", corpus, "--output-prefix", tmp_path / "out", "--workers", 2, "--write-summary"]
+    arguments += ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", model_path]
+    done = subprocess.run(command(*arguments), capture_output=True, text=True, env=ENVIRONMENT, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(f"wrote {tmp_path}/out_text_document.bin and .idx: {len(documents)} documents, ")
+    assert len(done.stdout.splitlines()) == 1
+    assert sorted(os.listdir(tmp_path)) == ["out_summary.json", "out_text_document.bin", "out_text_document.idx"]
+    summary = json.loads((tmp_path / "out_summary.json").read_text())
+    assert summary["datasets"][str(tmp_path / "out_text_document")]["documents"] == len(documents)
+    assert summary["tokenizer_model"] == model_path
+
+
+def test_command_errors(tmp_path, capsys):
+    path = write_lines(tmp_path / "in.jsonl", [{"text": "1"}])
+    base = ["--input", path, "--output-prefix", str(tmp_path / "out"), "--tokenizer-type", "NullTokenizer"]
+    with pytest.raises(UserError, match="NullTokenizer needs --vocab-size"):
+        main(base)
+    with pytest.raises(SystemExit, match="2"):
+        main([*base, "--workers", "0"])
+    assert "0 is not a positive number" in capsys.readouterr().err
+    (tmp_path / "out_summary.json").write_text("{}")
+    with pytest.raises(UserError, match=r"out_summary\.json exists"):
+        main([*base, "--vocab-size", "10", "--write-summary"])
+    done = subprocess.run(
+        command(*base, "--json-keys", "a", "a"), capture_output=True, text=True, env=ENVIRONMENT, check=False
+    )
+    assert (done.returncode, done.stderr) == (2, "error: --json-keys names a key twice: a a\n")
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_command_ends_at_once_and_leaves_nothing(sent, tmp_path):
+    """The input is a pipe that never ends, so the command is surely at work when the signal comes."""
+    arguments = ["--input", "-", "--output-prefix", tmp_path / "out", "--tokenizer-type", "NullTokenizer"]
+    process = subprocess.Popen(
+        command(*arguments, "--vocab-size", 10, "--workers", 2),
+        stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=ENVIRONMENT,
+        start_new_session=True,
+    )
+    process.stdin.write(b'{"text": "1 2 3"}\n' * 200000)  # 3.6 MB: more than the pipe and the first batches hold
+    process.stdin.flush()
+    deadline = time.monotonic() + 60
+    while not os.listdir(tmp_path) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert [name.rsplit("-")[0] for name in os.listdir(tmp_path)] == ["out_text_document.partial"]
+    if sent == signal.SIGINT:
+        os.killpg(process.pid, sent)  # a terminal sends Ctrl-C to the workers too
+    else:
+        process.send_signal(sent)
+    _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (130, b"interrupted\n")
+    assert os.listdir(tmp_path) == []
+
+
+def test_an_interrupted_publication_never_leaves_a_whole_looking_pair(numbers, tmp_path, monkeypatch):
+    path = write_lines(tmp_path / "in.jsonl", [{"text": "1 2"}])
+    preprocess([path], str(tmp_path / "out"), numbers)
+    replace = os.replace
+
+    def interrupted_at_the_index(source, target):
+        if target.endswith(".idx"):
+            raise KeyboardInterrupt
+        replace(source, target)
+
+    monkeypatch.setattr(module.os, "replace", interrupted_at_the_index)
+    with pytest.raises(KeyboardInterrupt):
+        preprocess([path], str(tmp_path / "out"), numbers, overwrite=True)
+    assert sorted(os.listdir(tmp_path)) == ["in.jsonl", "out_text_document.bin"]
+    with pytest.raises(UserError, match=r"\.idx is missing"):
+        check_indexed_dataset(str(tmp_path / "out_text_document"))
