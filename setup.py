@@ -23,6 +23,7 @@ def read_description() -> str:
 
 
 PLOT = ["matplotlib"]
+ZSTD = ["backports.zstd"]
 
 setup(
     name="megagate",
@@ -39,6 +40,7 @@ setup(
         "torch>=2.11",
         "absl-py",
         "numpy",
+        "protobuf",
         "psutil",
         "pyyaml",
         "safetensors",
@@ -49,6 +51,7 @@ setup(
         "te": ["transformer-engine[pytorch]"],
         "eval": ["lm-eval", "transformers"],
         "plot": PLOT,
-        "dev": [*PLOT, "hypothesis", "mypy", "pytest", "pytest-timeout", "ruff", "types-PyYAML"],
+        "zstd": ZSTD,
+        "dev": [*PLOT, *ZSTD, "hypothesis", "mypy", "pytest", "pytest-timeout", "ruff", "types-PyYAML"],
     },
 )

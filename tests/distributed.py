@@ -505,6 +505,8 @@ def _clean_up(handlers: Mapping[signal.Signals, Any]) -> None:
         # Its gradient hooks, and tensors that its layers keep, hold it in cycles through C++ that no collector sees, and
         # with it the process groups, whose idle threads then slow down every later call.
         for wrapped in [held for held in gc.get_objects() if isinstance(held, ddp.DistributedDataParallel)]:
+            for parameter in wrapped.parameters():
+                vars(parameter).clear()
             vars(wrapped).clear()
     for number, handler in handlers.items():
         signal.signal(number, handler)

@@ -275,6 +275,14 @@ def preset_name(config: GateConfig) -> str | None:
     return None
 
 
+def describe(config: GateConfig) -> str:
+    """Return the preset's name, or else the flags of its axes, and the row alignment if it is not the default."""
+    name = preset_name(config)
+    values = {axis: getattr(config, axis) for axis in _FIELDS if name is None or axis == "row_alignment"}
+    flags = [f"{_flag(axis)} {value}" for axis, value in values.items() if value != _FIELDS[axis].default]
+    return " ".join([name, *flags] if name else flags)
+
+
 def add_gate_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     """Add ``--gate-preset`` and one flag per field of GateConfig to `parser`, each None when not given."""
     group = parser.add_argument_group("gated attention", "which gate the attention has: a preset, or axis by axis")

@@ -20,7 +20,7 @@ from megatron.core.utils import get_pg_rank
 from torch import Tensor
 
 from megagate.errors import UserError
-from megagate.gate.config import GateConfig, preset_name
+from megagate.gate.config import GateConfig, describe, preset_name
 from megagate.gate.functional import apply_gate, gate_scores
 from megagate.gate.layout import QKVLayout
 
@@ -32,7 +32,7 @@ def check_trainable(gate: GateConfig) -> None:
     """Raise UserError for a gate that is not one of `TRAINABLE`."""
     if preset_name(gate) not in TRAINABLE:
         raise UserError(
-            f"the gate {preset_name(gate) or gate} cannot be trained yet: use --gate-preset "
+            f"the gate {describe(gate)} cannot be trained yet: use --gate-preset "
             f"{', '.join(TRAINABLE[:-1])} or {TRAINABLE[-1]}"
         )
 
@@ -88,13 +88,11 @@ class GatedSelfAttention(SelfAttention):
             hidden_states: [s', b, H], s' = s or a sequence-parallel shard of it.
             key_value_states: not used by self-attention.
             output_gate: always true here, since the config says so.
-            split_qkv: must be true.
+            split_qkv: always true here, since Megatron refuses its fused rotary embedding with a gate.
 
         Returns:
             query [s, b, h, d], key and value [s, b, g, d], gate logits [s, b, h, t].
         """
-        if not split_qkv:
-            raise UserError("--fused-single-qkv-rope cannot be combined with a gate: leave it out")
         mixed, _ = self.linear_qkv(hidden_states)
         groups, tensor_parallel_size = self.config.num_query_groups, self.world_size
         ranks_per_group = max(1, tensor_parallel_size // groups)

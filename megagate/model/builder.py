@@ -4,6 +4,7 @@ import argparse
 from functools import partial
 
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.argument_utils import core_transformer_config_from_args, hybrid_config_from_args
 from megatron.training.models import HybridModelConfig
@@ -39,6 +40,20 @@ def separate_expert_parameters(model: list[MegatronModule]) -> list[MegatronModu
     return model
 
 
+EXPERT_METRICS = ("load_balancing_loss", "seq_load_balancing_loss", "global_load_balancing_loss", "z_loss")
+
+
+def size_expert_metrics(model: list[MegatronModule]) -> list[MegatronModule]:
+    """Let pipeline stages with and without experts add up Megatron's expert metrics; returns `model`.
+
+    A stage with experts keeps one value for each layer of the model. Megatron gives a stage without any only as many as
+    there are expert layers, and the sum over the stages then fails or hangs.
+    """
+    for name in EXPERT_METRICS:
+        get_moe_metrics_tracker().ensure_initialized(name, model[0].config.num_layers)
+    return model
+
+
 def model_config(args: argparse.Namespace) -> HybridModelConfig:
     """Return the configuration that Megatron's HybridModelBuilder builds the model from.
 
@@ -50,6 +65,8 @@ def model_config(args: argparse.Namespace) -> HybridModelConfig:
     model = hybrid_config_from_args(args, config)
     model.hybrid_stack_spec = hybrid_stack_spec(config, gate)
     model.pre_wrap_hooks.append(separate_expert_parameters)
+    if args.num_experts:
+        model.pre_wrap_hooks.append(size_expert_metrics)
     if args.use_cpu_initialization:
         model.pre_wrap_hooks.append(partial(initialize_by_name, seed=args.seed))
     return model

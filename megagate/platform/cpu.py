@@ -29,17 +29,16 @@ CPU = torch.device("cpu")
 
 ARGUMENTS: dict[str, Any] = {
     "distributed_backend": "gloo",
+    # Initialisation that is the same for every parallel layout; see megagate.model.initialization.
     "use_cpu_initialization": True,
-    "transformer_impl": "local",
-    # Fused kernels that exist only as CUDA code.
+    # Kernels and overlaps that exist only as CUDA code or in Transformer Engine; a recipe for GPUs may ask for them.
     "gradient_accumulation_fusion": False,
-    "bias_swiglu_fusion": False,
-    "bias_gelu_fusion": False,
-    "bias_dropout_fusion": False,
-    "masked_softmax_fusion": False,
-    "no_persist_layer_norm": True,
     "apply_rope_fusion": False,
+    "moe_grouped_gemm": False,
+    "moe_permute_fusion": False,
+    "moe_router_fusion": False,
     "cross_entropy_loss_fusion": False,
+    "tp_comm_overlap": False,
 }
 """Values that the trainer gives to Megatron's arguments on this platform (destination name -> value)."""
 
@@ -399,24 +398,37 @@ def _training_initialization() -> dict[tuple[Any, str], Any]:
     return {(initialize, "initialize_megatron"): without_cuda, (training, "initialize_megatron"): without_cuda}
 
 
-def _training_warm_up() -> dict[tuple[Any, str], Any]:
-    training = importlib.import_module("megatron.training.training")
-    return {(training, "set_jit_fusion_options"): lambda tp_size=None: None}
-
-
 TRAINING_PATCHES = [
     Patch(
         "training_initialization",
         "pretrain() calls initialize_megatron() without its allow_no_cuda argument.",
         _training_initialization,
     ),
+]
+
+def _data_loader_seed() -> dict[tuple[Any, str], Any]:
+    training = importlib.import_module("megatron.training.training")
+    original = training.build_pretraining_data_loader
+
+    @functools.wraps(original)
+    def with_generator_of_its_own(*args: Any, **kwargs: Any) -> Any:
+        loader = original(*args, **kwargs)
+        if loader is not None:
+            loader.generator = torch.Generator()
+        return loader
+
+    return {(training, "build_pretraining_data_loader"): with_generator_of_its_own}
+
+
+RESUME_PATCHES = [
     Patch(
-        "training_warm_up",
-        "pretrain() warms up fused kernels on full-size activations, which there are none of: minutes for a large "
-        "hidden size.",
-        _training_warm_up,
+        "data_loader_seed",
+        "An iterator over a DataLoader draws a seed from the CPU generator, which dropout draws from here: a resumed run "
+        "would make that draw after its random state was restored.",
+        _data_loader_seed,
     ),
 ]
+"""Training works without these, but a resumed run goes another way; tests/checkpoint/test_resume.py shows it."""
 
 _active = False
 
@@ -448,14 +460,14 @@ def activate() -> None:
 
 def activate_training() -> None:
     """Apply the patches of Megatron's training loop, which importing them imports."""
-    for patch in TRAINING_PATCHES:
+    for patch in TRAINING_PATCHES + RESUME_PATCHES:
         patch.apply()
 
 
 @contextlib.contextmanager
 def without(name: str) -> Iterator[None]:
     """Remove the patch called `name` inside the context; the tests show with it that the patch is needed."""
-    patch = next(patch for patch in TORCH_PATCHES + TRAINING_PATCHES if patch.name == name)
+    patch = next(patch for patch in TORCH_PATCHES + TRAINING_PATCHES + RESUME_PATCHES if patch.name == name)
     patch.remove()
     try:
         yield

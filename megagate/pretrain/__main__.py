@@ -32,7 +32,7 @@ def main() -> int:
     try:
         args = parse(sys.argv[1:])
     except UserError:
-        if os.environ["RANK"] == "0":
+        if os.environ["LOCAL_RANK"] == "0":  # once on each machine: files can be missing on one of them
             raise
         return EXIT_USER_ERROR
     if stream is not None:

@@ -17,12 +17,13 @@ from megatron.training.global_vars import get_tokenizer, set_global_variables
 
 from megagate.checkpoint.load import check_vocabulary, choose_checkpoint
 from megagate.data.validate import check_indexed_dataset
-from megagate.errors import UserError, nearest
+from megagate.errors import UserError
 from megagate.gate.config import add_gate_arguments, gate_config_from_args
 from megagate.model.attention import check_trainable
 from megagate.model.pattern import BOUNDARY, check_pattern, derive_pattern, expert_blocks, stage_sizes
 from megagate.platform import cpu, on_cpu
 from megagate.pretrain.layout import check_layout
+from megagate.pretrain.parser import Parser
 from megagate.pretrain.recipe import merge_recipe
 
 DEFAULTS: dict[str, Any] = {
@@ -45,7 +46,6 @@ NOT_AVAILABLE: dict[str, str] = {
     "fp4": "--fp4-format needs the Transformer Engine backend, which is not there yet: leave it out and use --bf16",
     "multi_latent_attention": "--multi-latent-attention has no gate here: leave it out",
     "spec": "--spec is not needed: the layers follow from the gate flags; leave it out",
-    "fused_single_qkv_rope": "--fused-single-qkv-rope cannot be combined with a gate: leave it out",
     "mtp_num_layers": "--mtp-num-layers (multi-token prediction) is not there yet: leave it out",
     "heterogeneous_layers_config_path": "--heterogeneous-layers-config-path is not supported: leave it out",
     "dataloader_inter_document_masking": "--dataloader-inter-document-masking needs packed attention, which the torch "
@@ -64,13 +64,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     Raises:
         UserError: something in the command line, the recipe, the data or the checkpoint is wrong.
     """
-    parser, gate_flags = build_parser()
-    tokens = merge_recipe(argv, parser, gate_flags)
-    _check_known(tokens, parser)
-    with mock.patch.object(sys, "argv", ["megagate.pretrain", *tokens]):
-        args = megatron_arguments.parse_args(_add_arguments)
-    complete(args)
-    check_layout(args)
+    args = read(argv)
     check_data(args)
     checkpoint = choose_checkpoint(args)
     validate(args)
@@ -79,9 +73,28 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
+def read(argv: Sequence[str]) -> argparse.Namespace:
+    """Return the arguments of the command line and its recipe, completed and checked against the layout.
+
+    Needs no data, no checkpoint and no process group; WORLD_SIZE in the environment says for how many processes.
+
+    Raises:
+        UserError: something in the command line or the recipe is wrong.
+    """
+    parser, gate_flags = build_parser()
+    tokens = merge_recipe(argv, parser, gate_flags)
+    # For its errors: Megatron's parse_args makes a parser of its own, and acts on what is refused here.
+    refuse_unavailable(parser.parse_args(tokens))
+    with mock.patch.object(sys, "argv", ["megagate.pretrain", *tokens]):
+        args = megatron_arguments.parse_args(_add_arguments)
+    complete(args)
+    check_layout(args)
+    return args
+
+
 def build_parser() -> tuple[argparse.ArgumentParser, list[str]]:
     """Return the parser that knows every flag, and which of them are gate flags."""
-    parser = argparse.ArgumentParser(prog="megagate.pretrain", allow_abbrev=False)
+    parser = Parser(prog="megagate.pretrain", allow_abbrev=False)
     megatron_arguments.add_megatron_arguments(parser)
     before = set(parser._option_string_actions)
     add_gate_arguments(parser)
@@ -111,12 +124,11 @@ def _add_own_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(**DEFAULTS)
 
 
-def _check_known(tokens: Sequence[str], parser: argparse.ArgumentParser) -> None:
-    """Refuse a flag that does not exist, with the nearest ones; argparse alone prints every flag there is."""
-    for token in tokens:
-        name = token.split("=")[0]
-        if name.startswith("--") and name not in parser._option_string_actions:
-            raise UserError(f"{name} is no flag{nearest(name, parser._option_string_actions)}")
+def refuse_unavailable(args: argparse.Namespace) -> None:
+    """Raise UserError for the first flag that is `NOT_AVAILABLE`."""
+    for name, sentence in NOT_AVAILABLE.items():
+        if getattr(args, name):
+            raise UserError(sentence)
 
 
 def complete(args: argparse.Namespace) -> None:
@@ -125,9 +137,6 @@ def complete(args: argparse.Namespace) -> None:
     Raises:
         UserError: flags are missing, contradict each other or are not available.
     """
-    for name, sentence in NOT_AVAILABLE.items():
-        if getattr(args, name, None):
-            raise UserError(sentence)
     if args.transformer_impl != "local":
         raise UserError(
             f"--transformer-impl {args.transformer_impl} is not there yet: leave it out to use the torch backend"

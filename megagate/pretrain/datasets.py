@@ -48,6 +48,15 @@ def _reads_data(vp_stage: int | None) -> bool:
     return at_an_end and mpu.get_tensor_model_parallel_rank() == 0
 
 
+class CountedGPTDataset(GPTDataset):
+    """Megatron's dataset, which counts epochs without end where its part of the split has no tokens."""
+
+    def _get_num_epochs(self, num_tokens_per_epoch: int) -> int:
+        if num_tokens_per_epoch < 1:
+            raise ValueError(f"the {self.index_split.name} part of {self.dataset_path} holds no document")
+        return super()._get_num_epochs(num_tokens_per_epoch)
+
+
 def dataset_provider(num_samples: list[int], vp_stage: int | None = None) -> Any:
     """Build the train, validation and test datasets.
 
@@ -62,7 +71,7 @@ def dataset_provider(num_samples: list[int], vp_stage: int | None = None) -> Any
         UserError: a dataset is too small for what is asked of it.
     """
     config = dataset_config()
-    kind = MockGPTDataset if config.mock else GPTDataset
+    kind = MockGPTDataset if config.mock else CountedGPTDataset
     try:
         return BlendedMegatronDatasetBuilder(kind, num_samples, lambda: _reads_data(vp_stage), config).build()
     except (AssertionError, ValueError, IndexError) as error:

@@ -20,6 +20,7 @@ from typing import Any
 import yaml
 
 from megagate.errors import UserError, nearest
+from megagate.pretrain.parser import Parser
 
 ENVIRONMENT_KEY = "environment"
 
@@ -79,7 +80,8 @@ def recipe_tokens(flags: dict[str, Any], parser: argparse.ArgumentParser, path: 
         elif isinstance(value, list) and action.nargs is not None:
             tokens += [flag, *map(str, value)]
         else:
-            tokens.append(f"{flag}={value}")
+            # Megatron's own syntax for lists in one value, as in --moe-layer-freq, allows no spaces.
+            tokens.append(f"{flag}={str(value).replace(' ', '') if isinstance(value, list) else value}")
     return tokens
 
 
@@ -91,7 +93,7 @@ def merge_recipe(argv: Sequence[str], parser: argparse.ArgumentParser, gate_flag
         parser: knows every flag.
         gate_flags: the flags that are one setting.
     """
-    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first = Parser(add_help=False, allow_abbrev=False)
     first.add_argument("--recipe")
     first.add_argument("--omit", nargs="+", default=[])
     chosen, rest = first.parse_known_args(argv)

@@ -9,7 +9,7 @@ from megatron.training import pretrain
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
 from megagate.checkpoint import torch_adam
-from megagate.gate.config import gate_config_from_args, preset_name
+from megagate.gate.config import describe, gate_config_from_args
 from megagate.model.builder import model_config
 from megagate.pretrain.batch import forward_step
 from megagate.pretrain.datasets import dataset_provider
@@ -23,13 +23,25 @@ def use_prebuilt_index_builder() -> None:
 
 
 def train(args: argparse.Namespace) -> None:
-    """Train as `args` says, from initialisation or a checkpoint, and save."""
+    """Train as `args` says, from initialisation or a checkpoint, and save.
+
+    Returns also where a flag such as `--exit-interval` or a signal ends the run early.
+
+    Raises:
+        RuntimeError: Megatron gave up on the checkpoint it should load.
+    """
     use_prebuilt_index_builder()
     torch_adam.apply()
     config = pretrain_cfg_container_from_args(args, model_config(args))
     if args.rank == 0:
         gate = gate_config_from_args(args)
-        print(f"megagate: gate {preset_name(gate) or gate}, layers {args.hybrid_layer_pattern}", flush=True)
-    pretrain(config, dataset_provider, ModelType.encoder_or_decoder, forward_step)
+        print(f"megagate: gate {describe(gate)}, layers {args.hybrid_layer_pattern}", flush=True)
+    try:
+        pretrain(config, dataset_provider, ModelType.encoder_or_decoder, forward_step)
+    except SystemExit as stop:
+        if stop.code is None:  # would count as success; where training ends early the code is a number
+            raise RuntimeError("Megatron gave up loading the checkpoint: its last message says why") from stop
+        if stop.code:
+            raise
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

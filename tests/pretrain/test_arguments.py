@@ -1,0 +1,137 @@
+"""Arguments are completed as users expect, and what cannot work is refused in one sentence."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from megagate.errors import UserError
+from megagate.pretrain.arguments import NOT_AVAILABLE, build_parser, check_data, read
+from tests.training import MODEL, RUN, TINY
+
+DENSE = [*MODEL, *RUN]
+
+OWN_FLAGS = """
+--allow-fresh-start --gate-activation --gate-combine --gate-granularity --gate-input --gate-position --gate-preset
+--gate-row-alignment --gate-sharing --omit --recipe --sdpa-output-activation --sdpa-output-norm --verbose
+""".split()
+
+
+def test_the_flags_are_frozen() -> None:
+    """A new or renamed flag is a decision: change this list, the README and the CHANGELOG with it."""
+    import argparse
+
+    from megatron.training.arguments import add_megatron_arguments
+
+    theirs = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))._option_string_actions
+    ours, _ = build_parser()
+    assert sorted(set(ours._option_string_actions) - set(theirs)) == OWN_FLAGS
+
+
+def test_defaults_that_differ_from_megatrons() -> None:
+    args = read(TINY)
+    assert args.expert_tensor_parallel_size == 1
+    assert args.moe_token_dispatcher_type == "alltoall"
+    assert args.moe_router_dtype == "fp32"
+    assert args.dist_ckpt_optim_fully_reshardable
+    assert not args.create_attention_mask_in_dataloader
+    given = read([*TINY, "--moe-token-dispatcher-type", "allgather", "--moe-router-dtype", "fp64"])
+    assert (given.moe_token_dispatcher_type, given.moe_router_dtype) == ("allgather", "fp64")
+    assert read([*TINY, "--reset-attention-mask"]).create_attention_mask_in_dataloader
+
+
+@pytest.mark.parametrize(
+    ("flags", "world_size", "pattern"),
+    [
+        ([], 1, "*E*E*E*E"),
+        (["--moe-layer-freq", "2"], 1, "*E*-*E*-"),
+        (["--moe-layer-freq", "[0]*1+[1]*3"], 1, "*-*E*E*E"),
+        (["--pipeline-model-parallel-size", "2"], 2, "*E*E|*E*E"),
+        (["--pipeline-model-parallel-size", "2", "--num-virtual-stages-per-pipeline-rank", "2"], 2, "*E|*E|*E|*E"),
+        (["--pipeline-model-parallel-size", "2", "--num-layers-per-virtual-pipeline-stage", "1"], 2, "*E|*E|*E|*E"),
+        (["--pipeline-model-parallel-size", "2", "--decoder-first-pipeline-num-layers", "1"], 2, "*E|*E*E*E"),
+        (["--pipeline-model-parallel-size", "2", "--decoder-last-pipeline-num-layers", "1"], 2, "*E*E*E|*E"),
+        (["--hybrid-layer-pattern", "**E"], 1, "**E"),
+    ],
+)
+def test_pattern_from_blocks(flags: list[str], world_size: int, pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", str(world_size))
+    args = read([*TINY, "--num-layers", "4", *flags])
+    assert args.hybrid_layer_pattern == pattern
+    assert read([*DENSE]).hybrid_layer_pattern == "*-*-"
+
+
+def test_per_block_settings_are_restated_for_hybrid_layers() -> None:
+    args = read([*DENSE, "--num-layers", "4", "--window-size", "8,0", "--window-attn-skip-freq", "2"])
+    assert args.num_layers == 8
+    # every second block has full attention: its attention layer (even index) is what Megatron looks up
+    assert args.window_attn_skip_freq[::2] == [1, 0, 1, 0]
+    args = read([*DENSE, "--num-layers", "4", "--no-rope-freq", "4"])
+    assert args.no_rope_freq[::2] == [0, 0, 0, 1]
+    args = read([*DENSE, "--num-layers", "2", "--no-rope-freq", "[1,0]"])
+    assert args.no_rope_freq == [1, 1, 0, 0]
+
+
+def test_megatrons_own_gate_flag_is_a_preset() -> None:
+    args = read([*DENSE, "--attention-output-gate"])
+    assert args.attention_output_gate
+    assert not read([*DENSE, "--gate-preset", "sdpa-headwise"]).attention_output_gate
+    assert read([*DENSE, "--gate-preset", "sdpa-elementwise"]).attention_output_gate
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (
+            [*DENSE, "--gate-preset", "sdpa-elemntwise"],
+            r"no gate preset 'sdpa-elemntwise'; did you mean sdpa-elementwise",
+        ),
+        ([*DENSE, "--gate-preset", "value-headwise"], r"the gate value-headwise cannot be trained yet"),
+        ([*DENSE, "--gate-preset", "sdpa-headwise", "--gate-granularity", "elementwise"], r"contradicts --gate-preset"),
+        ([*DENSE, "--gate-preset", "sdpa-headwise", "--attention-output-gate"], r"contradicts --attention-output-gate"),
+        ([*DENSE, "--gate-granularity", "headwise"], r"has no effect without a gate"),
+        ([*DENSE, "--hiden-size", "3"], r"--hiden-size is no flag; did you mean --hidden-size"),
+        (
+            [*DENSE, "--transformer-impl", "transformer_engine"],
+            r"--transformer-impl transformer_engine is not there yet",
+        ),
+        ([*DENSE, "--hybrid-layer-pattern", "*M*-"], r"has 'M', for which there is no layer yet"),
+        ([*DENSE, "--hybrid-layer-pattern", "*E"], r"has expert layers \(E\), but --num-experts is not given"),
+        ([*TINY, "--hybrid-layer-pattern", "*-"], r"--num-experts is 4, but .* has no expert layer"),
+        ([*TINY, "--moe-layer-freq", "[1]"], r"--moe-layer-freq describes 1 blocks, but --num-layers is 2"),
+        (["--hidden-size", "8"], r"--num-attention-heads is not given"),
+        (MODEL, r"--seq-length is not given"),
+        ([*DENSE, "--seq-length", "many"], r"argument --seq-length: invalid int value: 'many'"),
+        ([*DENSE, "--recipe"], r"argument --recipe: expected one argument"),
+        ([*[flag for flag in DENSE if flag != "--mock-data"]], r"no data are given: use --data-path PREFIX"),
+    ],
+)
+def test_refused(argv: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        check_data(read(argv))
+
+
+UNAVAILABLE_FLAGS = {
+    "fp8": ["--fp8-format", "hybrid"],
+    "fp4": ["--fp4-format", "e2m1"],
+    "multi_latent_attention": ["--multi-latent-attention"],
+    "spec": ["--spec", "a", "b"],
+    "mtp_num_layers": ["--mtp-num-layers", "1"],
+    "heterogeneous_layers_config_path": ["--heterogeneous-layers-config-path", "x"],
+    "dataloader_inter_document_masking": ["--dataloader-inter-document-masking"],
+    "yaml_cfg": ["--yaml-cfg", "x"],
+}
+
+
+@pytest.mark.parametrize("name", NOT_AVAILABLE)
+def test_flags_without_an_implementation_are_refused(name: str) -> None:
+    with pytest.raises(UserError, match=re.escape(NOT_AVAILABLE[name])):
+        read([*DENSE, *UNAVAILABLE_FLAGS[name]])
+
+
+def test_missing_dataset_is_named(tmp_path: Path) -> None:
+    argv = [flag for flag in DENSE if flag != "--mock-data"]
+    with pytest.raises(UserError, match=r"there is no dataset .*absent"):
+        check_data(read([*argv, "--data-path", str(tmp_path / "absent")]))
+    with pytest.raises(UserError, match=r"there is no dataset .*absent"):
+        check_data(read([*argv, "--train-data-path", "0.5", str(tmp_path / "absent"), "0.5", "x"]))

@@ -1,0 +1,132 @@
+"""The entry point as users start it: one process, torchrun, real text, and the ways in which it refuses."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy
+import pytest
+
+from tests.training import TINY, scalars
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def pretrain(argv: list[str], ranks: int | None = None, directory: Path | None = None) -> subprocess.CompletedProcess:
+    """Run the trainer on one process, or under torchrun on `ranks`."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    return subprocess.run(
+        [sys.executable, *launcher, "-m", "megagate.pretrain", *argv],
+        cwd=directory or ROOT,
+        env=dict(environment, OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT), CUDA_VISIBLE_DEVICES=""),
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+
+
+def losses(stdout: str) -> list[str]:
+    return re.findall(r"lm loss: (\S+) ", stdout)
+
+
+def test_one_process_without_torchrun(tmp_path: Path) -> None:
+    result = pretrain(
+        [*TINY, "--gate-preset", "sdpa-headwise", "--tensorboard-dir", str(tmp_path / "tb")], directory=tmp_path
+    )
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert lines[0] == "megagate: no CUDA device found; running on the CPU platform (gloo, torch backend)"
+    assert "megagate: gate sdpa-headwise, layers *E*E" in lines
+    assert len(losses(result.stdout)) == 2
+    assert len(lines) <= 6, result.stdout  # the 900 arguments are in the log
+    assert result.stderr == ""
+    log = (tmp_path / "tb" / "logs" / "rank_0.log").read_text()
+    assert "moe_router_dtype" in log
+    assert set(scalars(tmp_path / "tb")["lm loss"]) == {1, 2}
+
+
+def test_verbose_shows_everything(tmp_path: Path) -> None:
+    result = pretrain([*TINY, "--train-iters", "1", "--verbose"], directory=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "moe_router_dtype" in result.stdout
+    assert not (tmp_path / "runs").exists()
+
+
+def test_torchrun_gives_the_loss_of_one_process(tmp_path: Path) -> None:
+    """From the same seed, not from a checkpoint: initialisation does not depend on the layout."""
+    model = [*TINY, "--gate-preset", "sdpa-elementwise"]
+    layout = "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2".split()
+    alone = pretrain(model, directory=tmp_path)
+    together = pretrain([*model, *layout], ranks=2, directory=tmp_path)
+    assert together.returncode == 0, together.stderr
+    assert losses(together.stdout) == losses(alone.stdout)
+    assert together.stdout.count("running on the CPU platform") == 1
+
+
+def write_dataset(prefix: Path, documents: int = 20, length: int = 100) -> None:
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=numpy.uint16)
+    generator = numpy.random.default_rng(0)
+    for _ in range(documents):
+        builder.add_document(generator.integers(0, 255, length), [length])
+    builder.finalize(f"{prefix}.idx")
+
+
+def on_data(*prefixes: str) -> list[str]:
+    return [flag for flag in TINY if flag != "--mock-data"] + ["--data-path", *prefixes]
+
+
+def test_blended_data(tmp_path: Path) -> None:
+    write_dataset(tmp_path / "a")
+    write_dataset(tmp_path / "b", documents=50)
+    argv = [*on_data("0.3", str(tmp_path / "a"), "0.7", str(tmp_path / "b")), "--split", "90,10,0"]
+    result = pretrain([*argv, "--data-cache-path", str(tmp_path / "cache"), "--eval-iters", "1"], directory=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "validation loss at iteration 2" in result.stdout
+
+
+def refused(result: subprocess.CompletedProcess, message: str) -> None:
+    """Check for one sentence on standard error, status 2, and no traceback."""
+    assert result.returncode == 2, (result.stdout, result.stderr)
+    assert re.search(message, result.stderr), result.stderr
+    assert len(result.stderr.splitlines()) == 1, result.stderr
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([*TINY, "--gate-preset", "sdpa-headwis"], r"^error: there is no gate preset 'sdpa-headwis'; did you mean"),
+        ([*TINY, "--load", "nothing"], r"^error: --load nothing holds no checkpoint .*--allow-fresh-start"),
+        ([*TINY, "--min-lr", "1"], r"^error: Megatron refuses the arguments: "),
+        ([*TINY, "--tokenizer-type", "SentencePieceTokenizer"], r"^error: Megatron refuses the arguments: "),
+    ],
+)
+def test_refused_in_one_sentence(argv: list[str], message: str, tmp_path: Path) -> None:
+    refused(pretrain(argv, directory=tmp_path), message)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_truncated_data(tmp_path: Path) -> None:
+    write_dataset(tmp_path / "a")
+    data = tmp_path / "a.bin"
+    data.write_bytes(data.read_bytes()[:-10])
+    refused(
+        pretrain(on_data(str(tmp_path / "a")), directory=tmp_path), r"a.bin has 3990 bytes but .*a.idx describes 4000"
+    )
+
+
+def test_data_too_small_for_the_split(tmp_path: Path) -> None:
+    write_dataset(tmp_path / "a", documents=1, length=10)
+    argv = [*on_data(str(tmp_path / "a")), "--split", "50,50,0", "--eval-iters", "1"]
+    refused(pretrain(argv, directory=tmp_path), r"^error: the datasets cannot be built: ")
+
+
+def test_under_torchrun_one_rank_says_it(tmp_path: Path) -> None:
+    result = pretrain([*TINY, "--tensor-model-parallel-size", "2"], ranks=2, directory=tmp_path)
+    assert result.returncode != 0
+    assert result.stderr.count("are trained only under --sequence-parallel") == 1
