@@ -13,6 +13,9 @@ LOCAL_WORLD = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR":
 def main() -> int:
     """Parse, build, train."""
     alone = "RANK" not in os.environ  # neither torchrun nor a launcher that sets the same variables
+    tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
+    if alone and tasks != "1":  # each task would train a model of its own, into the same directory
+        raise UserError(f"srun started {tasks} tasks, but RANK is not set: let one task per node run torchrun")
     for name, value in LOCAL_WORLD.items():
         os.environ.setdefault(name, value)
     if alone and "MASTER_PORT" not in os.environ:

@@ -15,7 +15,8 @@ from unittest import mock
 from megatron.training import arguments as megatron_arguments
 from megatron.training.global_vars import get_tokenizer, set_global_variables
 
-from megagate.checkpoint.load import check_vocabulary, choose_checkpoint
+from megagate.checkpoint.fit import check_fits
+from megagate.checkpoint.load import choose_checkpoint
 from megagate.data.validate import check_indexed_dataset
 from megagate.errors import UserError
 from megagate.gate.config import add_gate_arguments, gate_config_from_args
@@ -69,7 +70,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     checkpoint = choose_checkpoint(args)
     validate(args)
     if checkpoint is not None:
-        check_vocabulary(args, checkpoint)
+        check_fits(args, checkpoint)
     return args
 
 

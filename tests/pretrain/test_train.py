@@ -126,6 +126,11 @@ def test_data_too_small_for_the_split(tmp_path: Path) -> None:
     refused(pretrain(argv, directory=tmp_path), r"^error: the datasets cannot be built: ")
 
 
+def test_several_tasks_without_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
+    refused(pretrain(TINY, directory=tmp_path), r"srun started 4 tasks, but RANK is not set")
+
+
 def test_under_torchrun_one_rank_says_it(tmp_path: Path) -> None:
     result = pretrain([*TINY, "--tensor-model-parallel-size", "2"], ranks=2, directory=tmp_path)
     assert result.returncode != 0

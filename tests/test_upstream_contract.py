@@ -1,0 +1,152 @@
+"""Everything of Megatron's and torch's inside that megagate leans on, by the file that leans on it.
+
+An upgrade that changes one of these fails here, with the name of the file to look at, and not in the middle of a run.
+`make test` needs no other list of them.
+"""
+
+import argparse
+import dataclasses
+import inspect
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import Any
+
+import megatron.core.datasets.utils
+import megatron.training.initialize
+import megatron.training.training
+import pytest
+import torch.distributed.checkpoint
+import torch.utils._device
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.serialization import load_common_state_dict
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
+from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import Attention, SelfAttention, SelfAttentionSubmodules
+from megatron.core.utils import get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
+from megatron.training import arguments as megatron_arguments
+from megatron.training.argument_utils import hybrid_config_from_args, pretrain_cfg_container_from_args
+from megatron.training.models import HybridModelConfig
+
+from megagate.checkpoint import torch_adam
+from megagate.checkpoint.fit import CONTEXT_ARGUMENTS, MODEL_ARGUMENTS
+from megagate.platform import cpu
+from megagate.pretrain.arguments import DEFAULTS, NOT_AVAILABLE
+
+
+def parameters(function: Callable[..., Any]) -> set[str]:
+    return set(inspect.signature(function).parameters)
+
+
+def source(function: Callable[..., Any]) -> str:
+    return inspect.getsource(function)
+
+
+def test_the_version_that_was_read() -> None:
+    """Every check below was made against this release; a newer one needs a look at each file named here."""
+    assert version("megatron-core").startswith("0.19.")
+
+
+def test_model_attention() -> None:
+    """megagate/model/attention.py overrides two methods and relies on how Megatron calls them."""
+    assert {"hidden_states", "key_value_states", "output_gate", "split_qkv"} <= parameters(
+        SelfAttention.get_query_key_value_tensors
+    )
+    assert parameters(Attention._apply_output_gate) == {"self", "x", "gate"}
+    forward = source(Attention.forward)
+    assert "query, key, value, gate = qkv_output" in forward
+    assert "core_attn_out = self._apply_output_gate(core_attn_out, gate)" in forward
+    assert "if self.config.attention_output_gate:" in forward
+    assert {"linear_qkv", "core_attention", "linear_proj", "q_layernorm", "k_layernorm"} <= {
+        field.name for field in dataclasses.fields(SelfAttentionSubmodules)
+    }
+    constructor = source(Attention.__init__)
+    assert "self.world_size = world_size" in constructor
+    # megagate/model/backends/attention.py is built with a config whose groups are the ranks, where there are fewer.
+    assert "tmp_config.num_query_groups = world_size" in constructor
+
+
+def test_model_backends_and_specs() -> None:
+    """megagate/model/backends and specs.py: the stack's own final norm, the provider, the expert layers."""
+    assert "post_layer_norm" in parameters(HybridStack.__init__)
+    assert "if self.post_process and self.post_layer_norm:" in source(HybridStack.forward)
+    assert {"layer_norm", "core_attention", "column_parallel_linear", "row_parallel_linear"} <= set(
+        vars(LocalSpecProvider)
+    )
+    assert {"backend", "num_experts", "moe_grouped_gemm"} <= parameters(get_moe_module_spec_for_backend)
+    assert {"attention_layer", "mlp_layer", "moe_layer"} <= {
+        field.name for field in dataclasses.fields(HybridStackSubmodules)
+    }
+    assert {"input_", "group"} <= parameters(gather_from_sequence_parallel_region)
+
+
+def test_model_builder_and_initialization() -> None:
+    """megagate/model/builder.py and initialization.py: hooks before wrapping, shards with offsets, expert marks."""
+    assert {"pre_wrap_hooks", "hybrid_stack_spec"} <= {field.name for field in dataclasses.fields(HybridModelConfig)}
+    assert {"args", "config"} <= parameters(hybrid_config_from_args)
+    assert {"key", "data", "global_shape", "global_offset", "local_shape", "prepend_axis_num"} <= {
+        field.name for field in dataclasses.fields(ShardedTensor)
+    }
+    for linear in (ColumnParallelLinear, RowParallelLinear):
+        assert 'setattr(self.weight, "allreduce", not use_expert_pgs)' in source(linear.__init__)
+        assert "self.is_expert = is_expert" in source(linear.__init__)
+
+
+def test_pretrain_entry() -> None:
+    """megagate/pretrain: the training loop, the batch helpers, and the parser that reads sys.argv."""
+    assert list(inspect.signature(megatron.training.training.pretrain).parameters)[:4] == [
+        "cfg_container",
+        "train_valid_test_dataset_provider",
+        "model_type",
+        "forward_step_func",
+    ]
+    assert {"args", "model_cfg"} <= parameters(pretrain_cfg_container_from_args)
+    assert "parser.parse_args()" in source(megatron_arguments.parse_args)
+    assert {"batch", "has_cu_seqlens", "broadcast_src_rank", "mtp_on_this_rank", "micro_batch_size"} <= parameters(
+        get_batch_on_this_tp_rank
+    )
+    assert {"batch", "is_hybrid_cp", "cp_group"} <= parameters(get_batch_on_this_cp_rank)
+    assert "from megatron.core.datasets.utils import compile_helpers" in source(
+        megatron.training.initialize._compile_dependencies
+    )
+    # A fresh vocabulary padding is written into the arguments before the model's configuration is made of them.
+    assert "args.padded_vocab_size is not None" in source(hybrid_config_from_args)
+
+
+def test_platform_cpu() -> None:
+    """megagate/platform/cpu.py: where Megatron asks for CUDA, and torch's table of tensor factories."""
+    assert "allow_no_cuda" in parameters(megatron.training.initialize.initialize_megatron)
+    assert hasattr(megatron.training.training, "initialize_megatron")
+    assert callable(torch.utils._device._device_constructors)
+
+
+@pytest.mark.parametrize("name", torch_adam.MENDS)
+def test_checkpoint_torch_adam(name: str) -> None:
+    """megagate/checkpoint/torch_adam.py wraps these methods."""
+    assert callable(getattr(DistributedOptimizer, name))
+
+
+def test_checkpoint_load() -> None:
+    """megagate/checkpoint/load.py reads the arguments and the index of a distributed checkpoint."""
+    assert parameters(load_common_state_dict) == {"checkpoint_dir"}
+    assert callable(torch.distributed.checkpoint.FileSystemReader.read_metadata)
+
+
+@pytest.mark.parametrize(
+    ("table", "names"),
+    [
+        ("pretrain/arguments.py DEFAULTS", DEFAULTS),
+        ("pretrain/arguments.py NOT_AVAILABLE", NOT_AVAILABLE),
+        ("platform/cpu.py ARGUMENTS", cpu.ARGUMENTS),
+        ("checkpoint/fit.py MODEL_ARGUMENTS", MODEL_ARGUMENTS),
+        ("checkpoint/fit.py CONTEXT_ARGUMENTS", CONTEXT_ARGUMENTS),
+    ],
+)
+def test_arguments_exist(table: str, names: Any) -> None:
+    """A renamed argument would turn a default or a refusal into nothing."""
+    parser = megatron_arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    destinations = {action.dest for action in parser._actions}
+    assert set(names) <= destinations, table
