@@ -10,7 +10,6 @@ import os
 import sys
 from collections.abc import Sequence
 from typing import Any
-from unittest import mock
 
 from megatron.training import arguments as megatron_arguments
 from megatron.training.global_vars import get_tokenizer, set_global_variables
@@ -51,6 +50,7 @@ NOT_AVAILABLE: dict[str, str] = {
     "heterogeneous_layers_config_path": "--heterogeneous-layers-config-path is not supported: leave it out",
     "dataloader_inter_document_masking": "--dataloader-inter-document-masking needs packed attention, which the torch "
     "backend does not have: use --reset-attention-mask",
+    "use_checkpoint_args": "--use-checkpoint-args is not there yet: give the recipe of the run that wrote the checkpoint",
     "yaml_cfg": "--yaml-cfg is Megatron's experimental format: write a --recipe instead",
 }
 """Flags that would be ignored or fail deep inside, with the sentence that refuses them."""
@@ -86,8 +86,11 @@ def read(argv: Sequence[str]) -> argparse.Namespace:
     tokens = merge_recipe(argv, parser, gate_flags)
     # For its errors: Megatron's parse_args makes a parser of its own, and acts on what is refused here.
     refuse_unavailable(parser.parse_args(tokens))
-    with mock.patch.object(sys, "argv", ["megagate.pretrain", *tokens]):
+    typed, sys.argv = sys.argv, ["megagate.pretrain", *tokens]
+    try:
         args = megatron_arguments.parse_args(_add_arguments)
+    finally:
+        sys.argv = typed
     complete(args)
     check_layout(args)
     return args
@@ -122,6 +125,12 @@ def _add_own_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--verbose", action="store_true", help="show everything Megatron prints, instead of sending it to the log file"
     )
+    group.add_argument(
+        "--no-dist-ckpt-optim-fully-reshardable",
+        action="store_false",
+        dest="dist_ckpt_optim_fully_reshardable",
+        help="write optimizer states as they lie on the ranks: faster, but they load on the same TP, PP and EP only",
+    )
     parser.set_defaults(**DEFAULTS)
 
 
@@ -150,6 +159,8 @@ def complete(args: argparse.Namespace) -> None:
             raise UserError(f"--{name.replace('_', '-')} is not given: give it on the command line or in the recipe")
     if args.group_query_attention and not args.num_query_groups:
         raise UserError("--group-query-attention needs --num-query-groups")
+    if args.tokenizer_type is None:
+        raise UserError("--tokenizer-type is not given: say which tokenizer the data were made with")
     set_pattern(args)
     args.create_attention_mask_in_dataloader |= args.reset_attention_mask
     if on_cpu():

@@ -13,7 +13,8 @@ DENSE = [*MODEL, *RUN]
 
 OWN_FLAGS = """
 --allow-fresh-start --gate-activation --gate-combine --gate-granularity --gate-input --gate-position --gate-preset
---gate-row-alignment --gate-sharing --omit --recipe --sdpa-output-activation --sdpa-output-norm --verbose
+--gate-row-alignment --gate-sharing --no-dist-ckpt-optim-fully-reshardable --omit --recipe --sdpa-output-activation
+--sdpa-output-norm --verbose
 """.split()
 
 
@@ -37,6 +38,7 @@ def test_defaults_that_differ_from_megatrons() -> None:
     assert not args.create_attention_mask_in_dataloader
     given = read([*TINY, "--moe-token-dispatcher-type", "allgather", "--moe-router-dtype", "fp64"])
     assert (given.moe_token_dispatcher_type, given.moe_router_dtype) == ("allgather", "fp64")
+    assert not read([*TINY, "--no-dist-ckpt-optim-fully-reshardable"]).dist_ckpt_optim_fully_reshardable
     assert read([*TINY, "--reset-attention-mask"]).create_attention_mask_in_dataloader
 
 
@@ -101,6 +103,10 @@ def test_megatrons_own_gate_flag_is_a_preset() -> None:
         ([*TINY, "--moe-layer-freq", "[1]"], r"--moe-layer-freq describes 1 blocks, but --num-layers is 2"),
         (["--hidden-size", "8"], r"--num-attention-heads is not given"),
         (MODEL, r"--seq-length is not given"),
+        (
+            [flag for flag in DENSE if flag not in ("--tokenizer-type", "NullTokenizer")],
+            r"--tokenizer-type is not given",
+        ),
         ([*DENSE, "--seq-length", "many"], r"argument --seq-length: invalid int value: 'many'"),
         ([*DENSE, "--recipe"], r"argument --recipe: expected one argument"),
         ([*[flag for flag in DENSE if flag != "--mock-data"]], r"no data are given: use --data-path PREFIX"),
@@ -119,6 +125,7 @@ UNAVAILABLE_FLAGS = {
     "mtp_num_layers": ["--mtp-num-layers", "1"],
     "heterogeneous_layers_config_path": ["--heterogeneous-layers-config-path", "x"],
     "dataloader_inter_document_masking": ["--dataloader-inter-document-masking"],
+    "use_checkpoint_args": ["--use-checkpoint-args"],
     "yaml_cfg": ["--yaml-cfg", "x"],
 }
 

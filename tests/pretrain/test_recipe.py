@@ -22,6 +22,7 @@ max-position-embeddings: 32
 micro-batch-size: 1
 data-path: [0.3, a, 0.7, b]
 lr: 1.0e-3
+tokenizer-type: NullTokenizer
 gate-preset: sdpa-headwise
 """
 
