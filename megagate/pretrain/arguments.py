@@ -50,7 +50,7 @@ NOT_AVAILABLE: dict[str, str] = {
     "heterogeneous_layers_config_path": "--heterogeneous-layers-config-path is not supported: leave it out",
     "dataloader_inter_document_masking": "--dataloader-inter-document-masking needs packed attention, which the torch "
     "backend does not have: use --reset-attention-mask",
-    "use_checkpoint_args": "--use-checkpoint-args is not there yet: give the recipe of the run that wrote the checkpoint",
+    "use_checkpoint_args": "--use-checkpoint-args is not there yet: give the recipe that wrote the checkpoint",
     "yaml_cfg": "--yaml-cfg is Megatron's experimental format: write a --recipe instead",
 }
 """Flags that would be ignored or fail deep inside, with the sentence that refuses them."""
