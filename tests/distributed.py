@@ -498,12 +498,16 @@ def _clean_up(handlers: Mapping[signal.Signals, Any]) -> None:
     moe_utils = sys.modules.get("megatron.core.transformer.moe.moe_utils")
     if moe_utils is not None:
         moe_utils.MoEAuxLossAutoScaler.main_loss_backward_scale = None
+    training = sys.modules.get("megatron.training.training")
+    if training is not None:
+        # Set by the first run in a process, and ranks of which only some have it reduce a different number of times.
+        training._STARTUP_TIMESTAMPS.update(dict.fromkeys(training._STARTUP_TIMESTAMPS))
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     ddp = sys.modules.get("megatron.core.distributed.distributed_data_parallel")
     if ddp is not None:
-        # Its gradient hooks, and tensors that its layers keep, hold it in cycles through C++ that no collector sees, and
-        # with it the process groups, whose idle threads then slow down every later call.
+        # Its gradient hooks, and tensors that its layers keep, hold it in cycles through C++ that no collector sees,
+        # and with it the process groups, whose idle threads then slow down every later call.
         for wrapped in [held for held in gc.get_objects() if isinstance(held, ddp.DistributedDataParallel)]:
             for parameter in wrapped.parameters():
                 vars(parameter).clear()

@@ -1,5 +1,6 @@
 """The spec factory: which modules a hybrid stack is built of, for a gate and a backend."""
 
+import dataclasses
 from functools import partial
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -9,6 +10,7 @@ from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import (
@@ -20,6 +22,7 @@ from megatron.core.transformer.transformer_layer import (
 from megagate.gate.config import GateConfig
 from megagate.model.attention import GatedSelfAttention, check_trainable
 from megagate.model.backends import TorchBackend, TorchHybridStack
+from megagate.model.router import Router
 
 
 def hybrid_stack_spec(config: TransformerConfig, gate: GateConfig) -> ModuleSpec:
@@ -66,13 +69,14 @@ def hybrid_stack_spec(config: TransformerConfig, gate: GateConfig) -> ModuleSpec
     )
     layers = HybridStackSubmodules(attention_layer=attention_layer, mlp_layer=dense_layer)
     if config.num_moe_experts:
+        experts = get_moe_module_spec_for_backend(
+            backend=backend, num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm
+        )
         layers.moe_layer = ModuleSpec(
             module=MoETransformerLayer,
             submodules=TransformerLayerSubmodules(
                 pre_mlp_layernorm=norm,
-                mlp=get_moe_module_spec_for_backend(
-                    backend=backend, num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm
-                ),
+                mlp=partial(MoELayer, submodules=dataclasses.replace(experts.keywords["submodules"], router=Router)),
                 mlp_bda=get_bias_dropout_add,
             ),
         )

@@ -39,6 +39,8 @@ ARGUMENTS: dict[str, Any] = {
     "moe_router_fusion": False,
     "cross_entropy_loss_fusion": False,
     "tp_comm_overlap": False,
+    # The process that writes in the background looks for its GPU.
+    "async_save": False,
 }
 """Values that the trainer gives to Megatron's arguments on this platform (destination name -> value)."""
 
@@ -406,6 +408,7 @@ TRAINING_PATCHES = [
     ),
 ]
 
+
 def _data_loader_seed() -> dict[tuple[Any, str], Any]:
     training = importlib.import_module("megatron.training.training")
     original = training.build_pretraining_data_loader
@@ -423,8 +426,8 @@ def _data_loader_seed() -> dict[tuple[Any, str], Any]:
 RESUME_PATCHES = [
     Patch(
         "data_loader_seed",
-        "An iterator over a DataLoader draws a seed from the CPU generator, which dropout draws from here: a resumed run "
-        "would make that draw after its random state was restored.",
+        "An iterator over a DataLoader draws a seed from the CPU generator, which dropout draws from here: a resumed "
+        "run would make that draw after its random state was restored.",
         _data_loader_seed,
     ),
 ]

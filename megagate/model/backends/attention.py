@@ -81,7 +81,7 @@ class TorchCoreAttention(MegatronModule):
             key: [t, b, g, d]; t == s in training.
             value: [t, b, g, d].
             attention_mask: bool, true where attention is forbidden, broadcastable to [b, h, s, t] with t the whole
-                sequence; it replaces the causal mask. None for the mask that `attn_mask_type` names.
+                sequence; it replaces the causal mask, not the window. None for the mask that `attn_mask_type` names.
             attn_mask_type: overrides the type given at construction.
             attention_bias: not supported.
             packed_seq_params: not supported.
@@ -98,24 +98,24 @@ class TorchCoreAttention(MegatronModule):
         # [s, b, h, d] -> [b, h, s, d]
         query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
 
+        # This rank's queries are two chunks of the sequence, or, with a key-value cache, the last ones.
+        parts = query.chunk(2, dim=2) if size > 1 else (query,)
+        length = parts[0].shape[2]
+        starts = (rank * length, (2 * size - 1 - rank) * length) if size > 1 else (key.shape[2] - length,)
+
         mask_type = attn_mask_type or self.attn_mask_type
-        causal = attention_mask is None and mask_type in (AttnMaskType.causal, AttnMaskType.padding_causal)
         if attention_mask is not None:
-            context = self._attend(query, key, value, mask=attention_mask.logical_not())
-        elif not causal and self.window is None:
+            mask = attention_mask.logical_not()
+            if self.window is not None:
+                position = torch.cat([torch.arange(start, start + length, device=query.device) for start in starts])
+                mask = mask & self._within_window(position, key.shape[2])
+            context = self._attend(query, key, value, mask=mask)
+        elif mask_type not in (AttnMaskType.causal, AttnMaskType.padding_causal) and self.window is None:
             context = self._attend(query, key, value)
-        elif size > 1:
-            length = query.shape[2] // 2
-            context = torch.cat(
-                [
-                    self._attend_causally(part, key, value, start=chunk * length)
-                    for part, chunk in zip(query.chunk(2, dim=2), (rank, 2 * size - 1 - rank), strict=True)
-                ],
-                dim=2,
-            )
         else:
-            # With a key-value cache the queries are the last ones.
-            context = self._attend_causally(query, key, value, start=key.shape[2] - query.shape[2])
+            chunks = zip(parts, starts, strict=True)
+            contexts = [self._attend_causally(part, key, value, start) for part, start in chunks]
+            context = torch.cat(contexts, dim=2) if len(contexts) > 1 else contexts[0]
         # [b, h, s, d] -> [s, b, h*d]
         return context.permute(2, 0, 1, 3).flatten(2)
 
@@ -124,12 +124,17 @@ class TorchCoreAttention(MegatronModule):
         if start == 0 and key.shape[2] == query.shape[2] and self.window is None:
             return self._attend(query, key, value, causal=True)
         end = start + query.shape[2]
-        query_position = torch.arange(start, end, device=query.device)[:, None]
-        key_position = torch.arange(end, device=query.device)
-        mask = key_position <= query_position
-        if self.window is not None and self.window[0] >= 0:
-            mask &= key_position >= query_position - self.window[0]
+        position = torch.arange(start, end, device=query.device)
+        mask = position.new_ones(len(position), end, dtype=torch.bool).tril(start)
+        if self.window is not None:
+            mask &= self._within_window(position, end)
         return self._attend(query, key[:, :, :end], value[:, :, :end], mask=mask)
+
+    def _within_window(self, position: Tensor, keys: int) -> Tensor:
+        """Return a bool mask [s, keys], true at keys that are not too far before the queries at `position` [s]."""
+        assert self.window is not None
+        before = self.window[0] if self.window[0] >= 0 else keys
+        return torch.arange(keys, device=position.device) >= position[:, None] - before
 
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, causal: bool = False

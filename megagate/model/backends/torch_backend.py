@@ -4,10 +4,12 @@ Linear layers and experts are Megatron's own local ones. Norms and core attentio
 norms refuse sequence parallelism and its local attention refuses context parallelism and materialises the scores.
 """
 
+import contextlib
 from typing import Any
 
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.hybrid.hybrid_block import HybridStack
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from megagate.model.backends.attention import TorchCoreAttention
 from megagate.model.backends.norm import build_norm
@@ -26,7 +28,7 @@ class TorchBackend(LocalSpecProvider):
 
 
 class TorchHybridStack(HybridStack):
-    """Megatron's stack of layers with a final norm that needs no Transformer Engine."""
+    """Megatron's stack of layers with a final norm that needs no Transformer Engine, and with GPT's dropout."""
 
     def __init__(self, *args: Any, post_layer_norm: bool = True, **kwargs: Any) -> None:
         super().__init__(*args, post_layer_norm=False, **kwargs)
@@ -35,3 +37,13 @@ class TorchHybridStack(HybridStack):
             self.final_norm = build_norm(
                 config=self.config, hidden_size=self.config.hidden_size, eps=self.config.layernorm_epsilon
             )
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the layers.
+
+        Under sequence parallelism tensor-parallel ranks hold different tokens, so their dropout must differ. Megatron's
+        GPT stack sees to that, its hybrid stack does not.
+        """
+        separate_stream = self.config.sequence_parallel and self.training
+        with get_cuda_rng_tracker().fork() if separate_stream else contextlib.nullcontext():
+            return super().forward(*args, **kwargs)

@@ -1,0 +1,203 @@
+"""Whether the checkpoint that a run loads is of the model, the optimizer and the schedule that the run describes.
+
+Megatron compares shapes, so a gate of the same size in another place would load without a word; an optimizer or a
+schedule that does not fit ends in an assertion on every rank once the model is built. Here both are one sentence before
+any process group exists.
+"""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from megagate.checkpoint.load import RELEASE, common_state
+from megagate.errors import UserError
+from megagate.gate.config import describe, gate_config_from_args
+from megagate.model.pattern import BOUNDARY, derive_pattern, expert_blocks
+
+MODEL_ARGUMENTS = (
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "group_query_attention",
+    "num_query_groups",
+    "kv_channels",
+    "num_experts",
+    "moe_ffn_hidden_size",
+    "moe_shared_expert_intermediate_size",
+    "moe_router_topk",
+    "moe_router_pre_softmax",
+    "moe_router_score_function",
+    "moe_router_topk_scaling_factor",
+    "moe_router_num_groups",
+    "moe_router_group_topk",
+    "swiglu",
+    "squared_relu",
+    "normalization",
+    "layernorm_epsilon",
+    "layernorm_zero_centered_gamma",
+    "qk_layernorm",
+    "add_bias_linear",
+    "add_qkv_bias",
+    "softmax_type",
+    "position_embedding_type",
+    "rotary_interleaved",
+    "untie_embeddings_and_output_weights",
+)
+"""Arguments that change what the model computes from its weights, or their shapes."""
+
+CONTEXT_ARGUMENTS = (
+    "rotary_base",
+    "rotary_percent",
+    "rotary_seq_len_interpolation_factor",
+    "use_rope_scaling",
+    "rope_scaling_factor",
+    "window_size",
+)
+"""Those that a run may change which goes on with the weights at another context length."""
+
+
+def check_fits(args: argparse.Namespace, checkpoint: Path) -> None:
+    """Check that the run described by `args` can go on from the checkpoint.
+
+    Args:
+        args: validated.
+        checkpoint: from `choose_checkpoint`; one in another than Megatron's distributed format is not looked into.
+
+    Raises:
+        UserError: names the first thing that differs, and both values.
+    """
+    if not (checkpoint / "metadata.json").is_file():
+        return
+    common = common_state(checkpoint)
+    saved = common.get("args")
+    if not isinstance(saved, argparse.Namespace):
+        return
+    starts_anew = args.finetune or checkpoint.name == RELEASE or checkpoint.parent != Path(args.load or "")
+    _check_model(args, saved, checkpoint, CONTEXT_ARGUMENTS if not starts_anew else ())
+    _check_vocabulary(args, saved, checkpoint)
+    if not (starts_anew or args.no_load_optim or getattr(saved, "no_save_optim", None)):
+        _check_optimizer(args, common, checkpoint)
+        _check_schedule(args, common, checkpoint)
+
+
+def _differs(checkpoint: Path, saved: str, here: str, mend: str) -> UserError:
+    return UserError(f"{checkpoint} was written with {saved}, but this run has {here}: {mend}")
+
+
+def _check_model(
+    args: argparse.Namespace, saved: argparse.Namespace, checkpoint: Path, resume_only: tuple[str, ...]
+) -> None:
+    gates = describe(gate_config_from_args(saved)), describe(gate_config_from_args(args))
+    if gates[0] != gates[1]:
+        raise _differs(checkpoint, f"the gate {gates[0]}", gates[1], "use the same")
+    layers = _layers(saved), _layers(args)
+    if layers[0] is not None and layers[0] != layers[1]:
+        raise _differs(checkpoint, f"the layers {layers[0]}", str(layers[1]), "use the same")
+    for name in (*MODEL_ARGUMENTS, *resume_only):
+        if not hasattr(saved, name) or not hasattr(args, name):
+            continue  # written by another version of Megatron
+        values = getattr(saved, name), getattr(args, name)
+        if values[0] != values[1]:
+            mend = (
+                "use the same" if name in MODEL_ARGUMENTS else "use the same, or add --finetune to start anew from it"
+            )
+            raise _differs(checkpoint, f"{_flag(name)} {values[0]}", str(values[1]), mend)
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _layers(args: argparse.Namespace) -> str | None:
+    """Return the layer pattern without pipeline boundaries, also of a GPT model; None where too little is known."""
+    for name in ("hybrid_layer_pattern", "hybrid_override_pattern"):  # the second in older versions of Megatron
+        if getattr(args, name, None) is not None:
+            return getattr(args, name).replace(BOUNDARY, "")
+    blocks = getattr(args, "num_layers", None)
+    if blocks is None:
+        return None
+    has_experts = expert_blocks(blocks, getattr(args, "moe_layer_freq", 1), getattr(args, "num_experts", None))
+    return derive_pattern(has_experts, [blocks])
+
+
+def _check_vocabulary(args: argparse.Namespace, saved: argparse.Namespace, checkpoint: Path) -> None:
+    size = getattr(saved, "tokenizer_vocab_size", None)
+    if size is not None and size != args.tokenizer_vocab_size:
+        raise UserError(
+            f"{checkpoint} was written with a tokenizer of {size} tokens, but {args.tokenizer_model or 'this one'} has "
+            f"{args.tokenizer_vocab_size}: use the same --tokenizer-model"
+        )
+
+
+def _check_optimizer(args: argparse.Namespace, common: dict[str, Any], checkpoint: Path) -> None:
+    saved, afresh = common["args"], "add --no-load-optim to load the weights only"
+    kinds = _optimizer_kind(saved), _optimizer_kind(args)
+    if kinds[0] != kinds[1]:
+        raise _differs(checkpoint, kinds[0], kinds[1], f"use the same, or {afresh}")
+    if args.num_experts and 0 not in common.get("optimizer", {0: None}):
+        raise UserError(
+            f"{checkpoint} has the state of experts and other weights in one optimizer, as Megatron writes it without "
+            f"expert parallelism: {afresh}"
+        )
+    sharding = (common.get("content_metadata") or {}).get("distrib_optim_sharding_type")
+    layouts = _optimizer_layout(saved), _optimizer_layout(args)
+    if sharding == "dp_reshardable" and layouts[0] != layouts[1]:
+        raise _differs(
+            checkpoint,
+            f"{layouts[0]} and --no-dist-ckpt-optim-fully-reshardable",
+            layouts[1],
+            f"use the same sizes, or {afresh}",
+        )
+
+
+def _optimizer_kind(args: argparse.Namespace) -> str:
+    """Name the optimizer, and the precision where its state depends on that."""
+    optimizer = getattr(args, "optimizer", "adam")
+    if getattr(args, "use_distributed_optimizer", False):
+        return f"--optimizer {optimizer} --use-distributed-optimizer"
+    precision = next((name for name in ("bf16", "fp16") if getattr(args, name, False)), "fp32")
+    return f"--optimizer {optimizer} in {precision} without --use-distributed-optimizer"
+
+
+def _optimizer_layout(args: argparse.Namespace) -> str:
+    kinds = ("tensor", "pipeline", "expert")
+    return ", ".join(f"{kind} parallel {getattr(args, f'{kind}_model_parallel_size', 1)}" for kind in kinds)
+
+
+def _check_schedule(args: argparse.Namespace, common: dict[str, Any], checkpoint: Path) -> None:
+    saved = common.get("opt_param_scheduler") or {}
+    if args.override_opt_param_scheduler or args.use_checkpoint_opt_param_scheduler:
+        return
+    for key, (what, value) in _schedule(args).items():
+        if key in saved and saved[key] != value:
+            raise _differs(
+                checkpoint,
+                f"{what} {saved[key]}",
+                str(value),
+                "use the same, or add --override-opt-param-scheduler to follow this run's schedule, or "
+                "--use-checkpoint-opt-param-scheduler to keep the checkpoint's",
+            )
+
+
+def _schedule(args: argparse.Namespace) -> dict[str, tuple[str, Any]]:
+    """Return key in the checkpoint -> (what it is, value) of the schedule, whose lengths Megatron counts in samples."""
+    unit, size = ("samples", 1) if args.train_samples else ("iters", args.global_batch_size)
+    length = getattr(args, f"train_{unit}")
+    if not length:
+        return {}  # nothing to train
+    decay = size * (getattr(args, f"lr_decay_{unit}") or length)
+    warmup = size * getattr(args, f"lr_warmup_{unit}")
+    if args.lr_warmup_fraction is not None:
+        warmup = args.lr_warmup_fraction * decay
+    counted = "" if unit == "samples" else " in samples (times --global-batch-size)"
+    return {
+        "max_lr": ("--lr", args.lr),
+        "min_lr": ("--min-lr", args.min_lr),
+        "lr_decay_style": ("--lr-decay-style", args.lr_decay_style),
+        "lr_warmup_steps": (f"a learning rate warm-up{counted} of", warmup),
+        "lr_decay_steps": (f"--lr-decay-{unit}{counted}", decay),
+        "wd_incr_steps": (f"--train-{unit}{counted}", size * length),
+        "start_wd": ("--start-weight-decay", args.start_weight_decay),
+        "end_wd": ("--end-weight-decay", args.end_weight_decay),
+        "wd_incr_style": ("--weight-decay-incr-style", args.weight_decay_incr_style),
+    }

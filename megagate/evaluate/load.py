@@ -1,0 +1,250 @@
+"""Rebuild a model from a Megatron checkpoint alone, on one process, whatever layout it was trained on.
+
+    with load_model(Path("runs/quickstart/gated")) as loaded:
+        logits = loaded.model(tokens, position_ids, None)
+
+A checkpoint holds every argument of the run that wrote it, so nothing about the model has to be said again. The weights
+come through Megatron's own `load_checkpoint`, which puts tensor-, pipeline- and expert-parallel parts together.
+"""
+
+import argparse
+import contextlib
+import copy
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megagate.checkpoint.load import TRACKER, checkpoint_arguments, find_complete
+from megagate.data.tokenizer import add_tokenizer_arguments, build_tokenizer, quiet
+from megagate.errors import UserError
+from megagate.platform import cpu, on_cpu
+
+ONE_PROCESS: dict[str, Any] = {
+    # One rank holds the whole model.
+    "rank": 0,
+    "local_rank": 0,
+    "world_size": 1,
+    "tensor_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 1,
+    "transformer_pipeline_model_parallel_size": 1,
+    "virtual_pipeline_model_parallel_size": None,
+    "context_parallel_size": 1,
+    "hierarchical_context_parallel_sizes": None,
+    "expert_model_parallel_size": 1,
+    "expert_tensor_parallel_size": 1,
+    "tensor_parallel_num_weight_shards": 1,
+    "expert_tensor_parallel_num_weight_shards": 1,
+    "data_parallel_size": 1,
+    "num_distributed_optimizer_instances": 1,
+    "sequence_parallel": False,
+    "tp_comm_overlap": False,
+    "distributed_backend": "nccl",
+    "use_cpu_initialization": False,
+}
+
+FORWARD_ONLY: dict[str, Any] = {
+    "load": None,
+    "save": None,
+    "async_save": False,
+    "tensorboard_dir": None,
+    "pretrained_checkpoint": None,
+    "finetune": False,
+    "no_load_optim": True,
+    "no_load_rng": True,
+    "use_distributed_optimizer": False,
+    "ckpt_fully_parallel_load": False,
+    "override_ckpt_iteration": None,
+    # A parameter that the checkpoint lacks is an error, not a warning.
+    "dist_ckpt_strictness": "raise_unexpected",
+    "recompute_granularity": None,
+    "recompute_method": None,
+    "recompute_num_layers": None,
+    "moe_layer_recompute": False,
+    # Experts that drop what exceeds their capacity would make a token's loss depend on its batch.
+    "moe_expert_capacity_factor": None,
+    "moe_pad_expert_input_to_capacity": False,
+    "rampup_batch_size": None,
+    "step_batch_size_schedule": None,
+}
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model in evaluation mode, and where it comes from."""
+
+    model: torch.nn.Module
+    """Megatron's HybridModel, in the dtype of training (wrapped by Float16Module for bf16 and fp16)."""
+    args: argparse.Namespace
+    """The run's arguments, changed to one process and no training."""
+    checkpoint: Path
+    iteration: int
+
+
+def find_checkpoint(directory: Path, step: int | None = None) -> Path:
+    """Return the checkpoint that `--load directory --ckpt-step step` means: at `step`, else the newest complete one.
+
+    Raises:
+        UserError: there is none, or it is incomplete or in a format that cannot be read here.
+    """
+    if not directory.is_dir():
+        raise UserError(f"--load {directory} does not exist: give the directory that training saved to")
+    if step is None and not (directory / TRACKER).is_file() and not any(directory.glob("iter_*")):
+        raise UserError(
+            f"--load {directory} holds no checkpoint ({TRACKER} is missing): give the directory that training saved to"
+        )
+    checkpoint = find_complete(directory, step)
+    if not (checkpoint / "metadata.json").is_file():
+        raise UserError(f"{checkpoint} is not in Megatron's torch_dist format: save it with --ckpt-format torch_dist")
+    return checkpoint
+
+
+def one_process_arguments(checkpoint: Path) -> argparse.Namespace:
+    """Return the arguments that `checkpoint` was written with, changed so that one process loads and evaluates it.
+
+    Raises:
+        UserError: the checkpoint holds no arguments, or was not written by megagate.
+    """
+    args = copy.copy(checkpoint_arguments(checkpoint))
+    if getattr(args, "hybrid_layer_pattern", None) is None:
+        raise UserError(f"{checkpoint} does not hold a hybrid model: it was not written by megagate.pretrain")
+    platform = cpu.ARGUMENTS if on_cpu() else {}
+    for name, value in (ONE_PROCESS | FORWARD_ONLY | platform).items():
+        setattr(args, name, value)
+    args.hybrid_layer_pattern = args.hybrid_layer_pattern.replace("|", "")
+    args.micro_batch_size = args.global_batch_size = 1  # read by Megatron's batch bookkeeping only
+    args.load = str(checkpoint.parent)
+    suffix = checkpoint.name.removeprefix("iter_")
+    args.ckpt_step = int(suffix) if suffix.isdigit() else None  # None for a release checkpoint
+    return args
+
+
+def tokenizer_of(args: argparse.Namespace, tokenizer_model: str | None = None) -> Any:
+    """Build the tokenizer that the run used; `tokenizer_model` is where its file is now, if it has moved.
+
+    Raises:
+        UserError: it cannot be built.
+    """
+    names = add_tokenizer_arguments(argparse.ArgumentParser())
+    options: dict[str, Any] = {name: getattr(args, name, None) for name in names} | {"trust_remote_code": False}
+    if tokenizer_model is not None:
+        options["tokenizer_model"] = tokenizer_model
+    return build_tokenizer(**options)
+
+
+@contextlib.contextmanager
+def load_model(directory: Path, step: int | None = None) -> Iterator[LoadedModel]:
+    """Load a checkpoint for evaluation; leaving the context takes down what Megatron keeps per process.
+
+    For a process of its own: it also takes down what a training run in the same process has set up.
+
+    Args:
+        directory: what `--save` named in training.
+        step: the iteration to load, the newest complete one if None.
+
+    Raises:
+        UserError: there is no such checkpoint.
+    """
+    checkpoint = find_checkpoint(directory, step)
+    args = one_process_arguments(checkpoint)
+    starts_group = not torch.distributed.is_initialized()
+    try:
+        with quiet(), hidden_output():
+            _initialize(args)
+            model, iteration = _build_and_load(args)
+        yield LoadedModel(model, args, checkpoint, iteration)
+    finally:
+        _take_down(starts_group)
+
+
+def _initialize(args: argparse.Namespace) -> None:
+    """Make `args` Megatron's global arguments, and a process group of this process alone unless there is one."""
+    from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
+    from megatron.training.global_vars import set_args
+    from megatron.training.initialize import initialize_megatron
+
+    from megagate.pretrain.train import use_prebuilt_index_builder
+
+    use_prebuilt_index_builder()
+    set_args(args)
+    init_num_microbatches_calculator(0, None, args.global_batch_size, args.micro_batch_size, 1)
+    initialize_megatron(allow_no_cuda=on_cpu(), store=torch.distributed.HashStore())
+
+
+def _build_and_load(args: argparse.Namespace) -> tuple[torch.nn.Module, int]:
+    """Build the model with Megatron's builder, fill it from the checkpoint, and return it with its iteration."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.training.checkpointing import load_checkpoint
+
+    from megagate.model.builder import model_config
+
+    config = model_config(args)
+    config.pre_wrap_hooks.clear()  # initial weights, and marks for the optimizer
+    config.finalize()
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    models = config.get_builder_cls()(config).build_distributed_models(groups, wrap_with_ddp=False)
+    for parameter in models[0].parameters():
+        parameter.data.fill_(float("nan"))
+    iteration, _ = load_checkpoint(models, None, None)
+    for name, parameter in models[0].named_parameters():
+        if parameter.isnan().any():
+            raise UserError(f"the checkpoint in {args.load} has no values, or NaN, for {name}")
+    return models[0].eval().requires_grad_(False), iteration
+
+
+def count_parameters(loaded: LoadedModel) -> tuple[int, int]:
+    """Return the number of parameters, and of those that one token passes through.
+
+    Both count embeddings, the padding of the vocabulary, and shared experts in full; the second counts the routed
+    experts' parameters at top-k / experts of their number.
+    """
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    total = sum(parameter.numel() for parameter in loaded.model.parameters())
+    layers = [module for module in loaded.model.modules() if isinstance(module, MoELayer)]
+    routed = sum(parameter.numel() for layer in layers for parameter in layer.experts.parameters())
+    if not routed:
+        return total, total
+    return total, total - routed + routed * loaded.args.moe_router_topk // loaded.args.num_experts
+
+
+def _take_down(ends_group: bool) -> None:
+    """Free Megatron's per-process state, so that another checkpoint can be loaded."""
+    from megatron.core import mpu
+    from megatron.core.num_microbatches_calculator import unset_num_microbatches_calculator
+    from megatron.core.rerun_state_machine import destroy_rerun_state_machine
+    from megatron.training.global_vars import destroy_global_vars
+
+    destroy_global_vars()
+    unset_num_microbatches_calculator()
+    destroy_rerun_state_machine()
+    mpu.destroy_model_parallel()
+    if ends_group and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+@contextlib.contextmanager
+def hidden_output() -> Iterator[None]:
+    """Keep back what is written to standard output, also from C++; it is shown on standard error if the body fails."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    with tempfile.TemporaryFile() as hidden:
+        os.dup2(hidden.fileno(), 1)
+        try:
+            yield
+        except UserError:
+            raise
+        except BaseException:
+            sys.stdout.flush()
+            hidden.seek(0)
+            sys.stderr.write(hidden.read().decode(errors="replace"))
+            raise
+        finally:
+            sys.stdout.flush()
+            os.dup2(kept, 1)
+            os.close(kept)

@@ -1,0 +1,52 @@
+"""Datasets and trained checkpoints, made once per session."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.distributed import run_distributed
+from tests.evaluate import runs
+
+LAYOUTS = {
+    "tensor-expert": (2, "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2"),
+    "pipeline": (2, "--pipeline-model-parallel-size 2"),
+    "bf16": (1, "--bf16"),
+    "documents-apart": (1, "--reset-attention-mask --reset-position-ids --null-tokenizer-eod-id 3"),
+    "headwise": (1, "--gate-preset sdpa-headwise"),
+    "baseline": (1, "--gate-preset baseline"),
+}
+"""Name -> ranks, and flags beside those of `runs`; the gate is elementwise unless they say otherwise."""
+
+
+@pytest.fixture(scope="session")
+def documents() -> dict[str, list[np.ndarray]]:
+    return {
+        "train": runs.random_documents([400, 300, 500], seed=1),
+        "one_document": runs.random_documents([runs.WINDOWS * runs.SEQ_LENGTH + 1], seed=2),
+        "many_documents": runs.random_documents([50, 1, 31, 33, 70, 17], seed=3),
+    }
+
+
+@pytest.fixture(scope="session")
+def data(documents, tmp_path_factory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("data")
+    return {name: runs.write_dataset(folder / name, content) for name, content in documents.items()}
+
+
+@pytest.fixture(scope="session")
+def checkpoints(data, tmp_path_factory):
+    """Return a function that gives the directory of a layout's checkpoint, trained when first asked for."""
+    made: dict[str, Path] = {}
+
+    def checkpoint(name: str) -> Path:
+        if name not in made:
+            ranks, flags = LAYOUTS[name]
+            words = flags.split()
+            if "--gate-preset" not in words:
+                words += ["--gate-preset", "sdpa-elementwise"]
+            made[name] = tmp_path_factory.mktemp(name)
+            run_distributed(runs.pretrain, ranks, made[name], data, words)
+        return made[name]
+
+    return checkpoint
