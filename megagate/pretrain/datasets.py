@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch.distributed
 from megatron.core import mpu
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
@@ -75,8 +74,6 @@ def dataset_provider(num_samples: list[int], vp_stage: int | None = None) -> Any
     try:
         return BlendedMegatronDatasetBuilder(kind, num_samples, lambda: _reads_data(vp_stage), config).build()
     except (AssertionError, ValueError, IndexError) as error:
-        if torch.distributed.get_world_size() > 1 and config.mock:
-            raise
         raise UserError(
             f"the datasets cannot be built: {' '.join(str(error).split()) or repr(error)} (sequences of "
             f"{config.sequence_length} tokens, split {config.split}; a part of the split may hold too few documents)"
