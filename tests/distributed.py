@@ -498,6 +498,9 @@ def _clean_up(handlers: Mapping[signal.Signals, Any]) -> None:
     moe_utils = sys.modules.get("megatron.core.transformer.moe.moe_utils")
     if moe_utils is not None:
         moe_utils.MoEAuxLossAutoScaler.main_loss_backward_scale = None
+    rotary = sys.modules.get("megatron.core.models.common.embeddings.rotary_pos_embedding")
+    if rotary is not None:
+        rotary.RotaryEmbedding.forward.cache_clear()  # it keeps models alive
     training = sys.modules.get("megatron.training.training")
     if training is not None:
         # Set by the first run in a process, and ranks of which only some have it reduce a different number of times.

@@ -8,6 +8,7 @@ import argparse
 import dataclasses
 import importlib
 import inspect
+import re
 from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any
@@ -26,6 +27,8 @@ from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSub
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import Attention, SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.moe.moe_logging import MetricEntry, MoEMetricsTracker
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.utils import get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
 from megatron.training import arguments as megatron_arguments
 from megatron.training.argument_utils import hybrid_config_from_args, pretrain_cfg_container_from_args
@@ -34,6 +37,7 @@ from megatron.training.models import HybridModelConfig
 from megagate.checkpoint import torch_adam
 from megagate.checkpoint.fit import CONTEXT_ARGUMENTS, MODEL_ARGUMENTS
 from megagate.checkpoint.pickles import INDEX_CLASSES
+from megagate.model.router import GLOBAL_LOSS
 from megagate.platform import cpu
 from megagate.pretrain.arguments import DEFAULTS, NOT_AVAILABLE
 
@@ -94,6 +98,29 @@ def test_model_builder_and_initialization() -> None:
     for linear in (ColumnParallelLinear, RowParallelLinear):
         assert 'setattr(self.weight, "allreduce", not use_expert_pgs)' in source(linear.__init__)
         assert "self.is_expert = is_expert" in source(linear.__init__)
+
+
+def test_model_router() -> None:
+    """megagate/model/router.py scales a loss on its way into the gradient; builder.py sets how metrics are reduced."""
+    assert list(inspect.signature(TopKRouter.attach_and_log_load_balancing_loss).parameters)[:5] == [
+        "self",
+        "activation",
+        "aux_loss_coeff",
+        "aux_loss",
+        "aux_loss_name",
+    ]
+    assert GLOBAL_LOSS in source(TopKRouter)
+    router_module = inspect.getsource(importlib.import_module(TopKRouter.__module__))
+    assert {"tp_cp_group", "tp_dp_cp_group"} <= set(re.findall(r"self\.(\w+_group) =", router_module))
+    experts = get_moe_module_spec_for_backend(LocalSpecProvider(), num_experts=2)
+    assert experts.keywords["submodules"].router is TopKRouter
+    assert {"reduce_group", "avg_group", "needs_dp_avg"} <= {field.name for field in dataclasses.fields(MetricEntry)}
+    assert {"name", "num_layers"} <= parameters(MoEMetricsTracker.ensure_initialized)
+
+
+def test_model_stack() -> None:
+    """megagate/model/backends/torch_backend.py forks the random state around the layers, which Megatron does not."""
+    assert "fork" not in source(HybridStack.forward)
 
 
 def test_pretrain_entry() -> None:

@@ -2,6 +2,7 @@
 
 import argparse
 from functools import partial
+from typing import Any
 
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
@@ -40,17 +41,28 @@ def separate_expert_parameters(model: list[MegatronModule]) -> list[MegatronModu
     return model
 
 
-EXPERT_METRICS = ("load_balancing_loss", "seq_load_balancing_loss", "global_load_balancing_loss", "z_loss")
+EXPERT_METRICS: dict[str, dict[str, Any]] = {
+    "load_balancing_loss": {"reduce_group": "tp_cp"},
+    "seq_load_balancing_loss": {"reduce_group": "tp_cp"},
+    "global_load_balancing_loss": {"reduce_group": "tp_dp_cp", "needs_dp_avg": False},
+    "z_loss": {"avg_group": "tp_dp_cp"},
+}
+"""The metrics that Megatron's router records, and how it has them reduced: groups are named as in its collection."""
 
 
 def size_expert_metrics(model: list[MegatronModule]) -> list[MegatronModule]:
     """Let pipeline stages with and without experts add up Megatron's expert metrics; returns `model`.
 
     A stage with experts keeps one value for each layer of the model. Megatron gives a stage without any only as many as
-    there are expert layers, and the sum over the stages then fails or hangs.
+    there are expert layers, and the sum over the stages then fails or hangs. Nor does such a stage learn from a router
+    over which ranks to reduce; where it is the last one, which logs, it would log a part of the loss.
     """
-    for name in EXPERT_METRICS:
-        get_moe_metrics_tracker().ensure_initialized(name, model[0].config.num_layers)
+    tracker = get_moe_metrics_tracker()
+    for name, reduction in EXPERT_METRICS.items():
+        tracker.ensure_initialized(name, model[0].config.num_layers)
+        for field, value in reduction.items():
+            group = getattr(model[0].pg_collection, value) if isinstance(value, str) else value
+            setattr(tracker.metrics[name], field, group)
     return model
 
 

@@ -161,11 +161,24 @@ def complete(args: argparse.Namespace) -> None:
         raise UserError("--group-query-attention needs --num-query-groups")
     if args.tokenizer_type is None:
         raise UserError("--tokenizer-type is not given: say which tokenizer the data were made with")
+    check_schedule(args)
     set_pattern(args)
     args.create_attention_mask_in_dataloader |= args.reset_attention_mask
     if on_cpu():
         for name, value in cpu.ARGUMENTS.items():
             setattr(args, name, value)
+
+
+def check_schedule(args: argparse.Namespace) -> None:
+    """Raise UserError where the learning rate's warm-up is not shorter than the whole schedule."""
+    for unit in ("iters", "samples"):
+        total = getattr(args, f"lr_decay_{unit}") or getattr(args, f"train_{unit}")
+        warmup = getattr(args, f"lr_warmup_{unit}")
+        if total and warmup >= total:
+            raise UserError(
+                f"--lr-warmup-{unit} {warmup} is not less than the {total} {unit} of the schedule (--lr-decay-{unit}, "
+                f"else --train-{unit}): shorten the warm-up"
+            )
 
 
 def set_pattern(args: argparse.Namespace) -> None:

@@ -65,6 +65,8 @@ def _check_experts(args: argparse.Namespace) -> None:
     experts, expert_parallel = args.num_experts, args.expert_model_parallel_size
     expert_tensor = args.expert_tensor_parallel_size
     _require_divisible(experts, "--num-experts", expert_parallel, "--expert-model-parallel-size")
+    if args.swiglu and args.add_bias_linear and args.bias_swiglu_fusion:
+        raise UserError("experts with --swiglu cannot have biases: add --disable-bias-linear")
     if args.moe_router_topk > experts:
         raise UserError(f"--moe-router-topk {args.moe_router_topk} is larger than --num-experts {experts}")
     if args.moe_ffn_hidden_size:

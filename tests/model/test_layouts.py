@@ -269,6 +269,13 @@ def test_global_aux_loss(layout: Layout) -> None:
     compare(layout, [("mixed", "sdpa-elementwise")], GLOBAL_AUX)
 
 
+@pytest.mark.parametrize("kind", ["aux_loss", "seq_aux_loss", "global_aux_loss"])
+def test_the_last_stage_logs_the_losses_of_experts_on_other_stages(kind: str) -> None:
+    """With two virtual stages each, the first rank of the pipeline has both blocks with experts of this model."""
+    layout = Layout(ranks=4, tp=2, sp=True, pp=2, vpp=2)
+    compare(layout, [("mixed", "sdpa-elementwise")], f"--moe-router-load-balancing-type {kind}")
+
+
 @pytest.mark.parametrize("per_token", ["", "--calculate-per-token-loss"])
 @pytest.mark.parametrize("layout", [Layout(ranks=2), Layout(ranks=4, ep=4)], ids=str)
 def test_global_aux_loss_data_parallel(layout: Layout, per_token: str) -> None:

@@ -103,6 +103,7 @@ def test_megatrons_own_gate_flag_is_a_preset() -> None:
         ([*TINY, "--moe-layer-freq", "[1]"], r"--moe-layer-freq describes 1 blocks, but --num-layers is 2"),
         (["--hidden-size", "8"], r"--num-attention-heads is not given"),
         (MODEL, r"--seq-length is not given"),
+        ([*DENSE, "--lr-warmup-iters", "2"], r"--lr-warmup-iters 2 is not less than the 2 iters of the schedule"),
         (
             [flag for flag in DENSE if flag not in ("--tokenizer-type", "NullTokenizer")],
             r"--tokenizer-type is not given",

@@ -30,6 +30,7 @@ MOE = [*MODEL, *EXPERTS, *RUN]
             r"experts with .* 2 are trained only under --sequence-parallel",
         ),
         (3, [*MOE, "--expert-model-parallel-size", "3"], r"--num-experts is 4, which .* 3 does not divide"),
+        (1, [flag for flag in MOE if flag != "--disable-bias-linear"], r"add --disable-bias-linear"),
         (1, [*MOE, "--moe-router-topk", "5"], r"--moe-router-topk 5 is larger than --num-experts 4"),
         (2, [*MOE, "--expert-model-parallel-size", "4"], r"2 processes cannot hold expert parallel 4 x expert tensor"),
         (3, [*MOE, "--expert-tensor-parallel-size", "3"], r"--moe-ffn-hidden-size is 32, which .* 3 does not divide"),
