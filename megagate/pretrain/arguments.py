@@ -18,7 +18,7 @@ from megagate.checkpoint.fit import check_fits
 from megagate.checkpoint.load import choose_checkpoint
 from megagate.data.validate import check_indexed_dataset
 from megagate.errors import UserError
-from megagate.gate.config import add_gate_arguments, gate_config_from_args
+from megagate.gate.config import MEGATRON_GATE_PRESET, add_gate_arguments, gate_config_from_args, preset_name
 from megagate.model.attention import check_trainable
 from megagate.model.pattern import BOUNDARY, check_pattern, derive_pattern, expert_blocks, stage_sizes
 from megagate.platform import cpu, on_cpu
@@ -153,7 +153,7 @@ def complete(args: argparse.Namespace) -> None:
         )
     gate = gate_config_from_args(args)
     check_trainable(gate)
-    args.attention_output_gate = gate.position == "sdpa" and gate.granularity == "elementwise"
+    args.attention_output_gate = preset_name(gate) == MEGATRON_GATE_PRESET
     for name in ("hidden_size", "num_attention_heads", "seq_length", "max_position_embeddings"):
         if getattr(args, name) is None:
             raise UserError(f"--{name.replace('_', '-')} is not given: give it on the command line or in the recipe")
