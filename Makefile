@@ -30,7 +30,7 @@ help:  ## list these commands
 venv: $(STAMP)  ## make .venv and install megagate into it
 	@echo "$(VENV) is ready"
 
-demo: $(STAMP)  ## train, evaluate and sample a small model on this machine
+demo: $(STAMP)  ## train and evaluate a small gated model and its baseline on this machine
 	@$(PYTHON) examples/quickstart/run.py
 
 test: $(STAMP)  ## the tests that fit a laptop

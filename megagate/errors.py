@@ -9,6 +9,7 @@ Any other exception is a fault of the program and keeps its traceback.
 import difflib
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterable
 
 EXIT_USER_ERROR = 2
@@ -22,6 +23,15 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """Return ``"; did you mean a, b?"`` for the known names closest to `name`, or an empty string."""
     matches = difflib.get_close_matches(name, list(known), n=3, cutoff=0.5)
     return f"; did you mean {', '.join(matches)}?" if matches else ""
+
+
+def reason(error: BaseException) -> str:
+    """Return what an error of a library says, in one line; where it says nothing, the line of code that raised it."""
+    text = " ".join(str(error).split())
+    if text:
+        return text
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{type(error).__name__} at {frames[-1].line}" if frames else type(error).__name__
 
 
 def run_command(main: Callable[[], int | None]) -> None:

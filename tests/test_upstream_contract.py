@@ -37,6 +37,7 @@ from megatron.training.models import HybridModelConfig
 from megagate.checkpoint import torch_adam
 from megagate.checkpoint.fit import CONTEXT_ARGUMENTS, MODEL_ARGUMENTS
 from megagate.checkpoint.pickles import INDEX_CLASSES
+from megagate.model.backends import torch_backend
 from megagate.model.router import GLOBAL_LOSS
 from megagate.platform import cpu
 from megagate.pretrain.arguments import DEFAULTS, NOT_AVAILABLE
@@ -171,6 +172,7 @@ def test_checkpoint_load() -> None:
         ("pretrain/arguments.py DEFAULTS", DEFAULTS),
         ("pretrain/arguments.py NOT_AVAILABLE", NOT_AVAILABLE),
         ("platform/cpu.py ARGUMENTS", cpu.ARGUMENTS),
+        ("model/backends/torch_backend.py ARGUMENTS", torch_backend.ARGUMENTS),
         ("checkpoint/fit.py MODEL_ARGUMENTS", MODEL_ARGUMENTS),
         ("checkpoint/fit.py CONTEXT_ARGUMENTS", CONTEXT_ARGUMENTS),
     ],

@@ -8,6 +8,7 @@ dtype code, uint64 S (sequences), uint64 D (documents + 1), int32[S] lengths in 
 the .bin, int64[D] document boundaries, and for multimodal data int8[S] modes.
 """
 
+import hashlib
 import os
 import struct
 
@@ -42,6 +43,22 @@ def check_indexed_dataset(prefix: str) -> None:
             f"{data} has {data_bytes} bytes but {index} describes {needed_bytes}; "
             "the two do not belong together or one was cut off: copy both again or preprocess again"
         )
+
+
+def fingerprint(prefix: str) -> str:
+    """Return a short text that changes when the dataset does: sizes, and a digest of the index's two ends.
+
+    Cheap and the same on every file system; a remote prefix has none and gives an empty text.
+    """
+    if prefix.startswith(_REMOTE):
+        return ""
+    digest = hashlib.sha256()
+    with open(prefix + ".idx", "rb") as stream:
+        size = stream.seek(0, os.SEEK_END)
+        for start in (0, max(0, size - 65536)):
+            stream.seek(start)
+            digest.update(stream.read(65536))
+    return f"{os.path.getsize(prefix + '.bin')}-{size}-{digest.hexdigest()[:16]}"
 
 
 def _check_presence(prefix: str, index: str, data: str) -> None:

@@ -31,14 +31,8 @@ ARGUMENTS: dict[str, Any] = {
     "distributed_backend": "gloo",
     # Initialisation that is the same for every parallel layout; see megagate.model.initialization.
     "use_cpu_initialization": True,
-    # Kernels and overlaps that exist only as CUDA code or in Transformer Engine; a recipe for GPUs may ask for them.
-    "gradient_accumulation_fusion": False,
-    "apply_rope_fusion": False,
+    # Megatron asks for a GPU's compute capability; a recipe for GPUs may want it.
     "moe_grouped_gemm": False,
-    "moe_permute_fusion": False,
-    "moe_router_fusion": False,
-    "cross_entropy_loss_fusion": False,
-    "tp_comm_overlap": False,
     # The process that writes in the background looks for its GPU.
     "async_save": False,
 }

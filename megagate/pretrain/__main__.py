@@ -21,17 +21,19 @@ def main() -> int:
     if alone and "MASTER_PORT" not in os.environ:
         os.environ["MASTER_PORT"] = str(_free_port())
     wants_help = any(token in ("-h", "--help") for token in sys.argv[1:])
-    verbose = wants_help or "--verbose" in sys.argv
-    stream = None if verbose else output.quiet()
+    stream = None if "--verbose" in sys.argv else output.quiet()
 
     import megagate.platform  # before Megatron
     from megagate.platform import cpu
 
-    cpu.announce()
+    if not wants_help:
+        cpu.announce()
     if megagate.platform.on_cpu():
         cpu.activate_training()
     from megagate.pretrain.arguments import parse
 
+    if wants_help and stream is not None:
+        sys.stdout = stream.terminal  # only the imports were to be quiet
     try:
         args = parse(sys.argv[1:])
     except UserError:

@@ -17,13 +17,15 @@ from megatron.training.global_vars import get_tokenizer, set_global_variables
 from megagate.checkpoint.fit import check_fits
 from megagate.checkpoint.load import choose_checkpoint
 from megagate.data.validate import check_indexed_dataset
-from megagate.errors import UserError
+from megagate.errors import UserError, reason
 from megagate.gate.config import MEGATRON_GATE_PRESET, add_gate_arguments, gate_config_from_args, preset_name
 from megagate.model.attention import check_trainable
+from megagate.model.backends import torch_backend
+from megagate.model.builder import model_config
 from megagate.model.pattern import BOUNDARY, check_pattern, derive_pattern, expert_blocks, stage_sizes
 from megagate.platform import cpu, on_cpu
 from megagate.pretrain.layout import check_layout
-from megagate.pretrain.parser import Parser
+from megagate.pretrain.parser import HelpFormatter, Parser
 from megagate.pretrain.recipe import merge_recipe
 
 DEFAULTS: dict[str, Any] = {
@@ -54,6 +56,28 @@ NOT_AVAILABLE: dict[str, str] = {
     "yaml_cfg": "--yaml-cfg is Megatron's experimental format: write a --recipe instead",
 }
 """Flags that would be ignored or fail deep inside, with the sentence that refuses them."""
+
+
+POSITIVE = (
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "seq_length",
+    "micro_batch_size",
+    "global_batch_size",
+    "num_experts",
+    "moe_router_topk",
+    "moe_layer_freq",
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "num_virtual_stages_per_pipeline_rank",
+    "num_layers_per_virtual_pipeline_stage",
+)
+"""Arguments that count something there must be one of, where they are given."""
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -98,7 +122,7 @@ def read(argv: Sequence[str]) -> argparse.Namespace:
 
 def build_parser() -> tuple[argparse.ArgumentParser, list[str]]:
     """Return the parser that knows every flag, and which of them are gate flags."""
-    parser = Parser(prog="megagate.pretrain", allow_abbrev=False)
+    parser = Parser(prog="megagate.pretrain", allow_abbrev=False, formatter_class=HelpFormatter)
     megatron_arguments.add_megatron_arguments(parser)
     before = set(parser._option_string_actions)
     add_gate_arguments(parser)
@@ -157,16 +181,29 @@ def complete(args: argparse.Namespace) -> None:
     for name in ("hidden_size", "num_attention_heads", "seq_length", "max_position_embeddings"):
         if getattr(args, name) is None:
             raise UserError(f"--{name.replace('_', '-')} is not given: give it on the command line or in the recipe")
-    if args.group_query_attention and not args.num_query_groups:
-        raise UserError("--group-query-attention needs --num-query-groups")
+    check_positive(args)
+    if args.num_query_groups is not None and args.num_query_groups > 1 and not args.group_query_attention:
+        raise UserError(
+            f"--num-query-groups {args.num_query_groups} has no effect without --group-query-attention: add it"
+        )
+    if args.save is not None and args.save_interval is None:
+        raise UserError("--save is given without --save-interval: say after how many iterations to save")
     if args.tokenizer_type is None:
         raise UserError("--tokenizer-type is not given: say which tokenizer the data were made with")
     check_schedule(args)
     set_pattern(args)
     args.create_attention_mask_in_dataloader |= args.reset_attention_mask
-    if on_cpu():
-        for name, value in cpu.ARGUMENTS.items():
-            setattr(args, name, value)
+    forced = torch_backend.ARGUMENTS | (cpu.ARGUMENTS if on_cpu() else {})
+    for name, value in forced.items():
+        setattr(args, name, value)
+
+
+def check_positive(args: argparse.Namespace) -> None:
+    """Raise UserError for a number that must be at least 1 and is not."""
+    for name in POSITIVE:
+        value = getattr(args, name)
+        if isinstance(value, int) and value < 1:
+            raise UserError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
 
 
 def check_schedule(args: argparse.Namespace) -> None:
@@ -174,6 +211,9 @@ def check_schedule(args: argparse.Namespace) -> None:
     for unit in ("iters", "samples"):
         total = getattr(args, f"lr_decay_{unit}") or getattr(args, f"train_{unit}")
         warmup = getattr(args, f"lr_warmup_{unit}")
+        fraction = args.lr_warmup_fraction
+        if fraction is not None and not 0 <= fraction < 1:
+            raise UserError(f"--lr-warmup-fraction {fraction} is not a part of the schedule: give 0 <= fraction < 1")
         if total and warmup >= total:
             raise UserError(
                 f"--lr-warmup-{unit} {warmup} is not less than the {total} {unit} of the schedule (--lr-decay-{unit}, "
@@ -194,6 +234,12 @@ def set_pattern(args: argparse.Namespace) -> None:
     if blocks is None:
         raise UserError("--num-layers is not given: say how many transformer blocks the model has")
     virtual = args.num_virtual_stages_per_pipeline_rank or 1
+    uneven = args.decoder_first_pipeline_num_layers is not None or args.decoder_last_pipeline_num_layers is not None
+    if uneven and (virtual > 1 or args.num_layers_per_virtual_pipeline_stage):
+        raise UserError(
+            "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers cannot be combined with "
+            "virtual stages: write the stages as --hybrid-layer-pattern, with | between them"
+        )
     if args.num_layers_per_virtual_pipeline_stage:
         per_stage = args.num_layers_per_virtual_pipeline_stage
         if blocks % (pipeline * per_stage):
@@ -250,9 +296,13 @@ def validate(args: argparse.Namespace) -> None:
         megatron_arguments.validate_args(args)
         set_global_variables(args)
     except (AssertionError, ValueError, RuntimeError, OSError) as error:
-        raise UserError(f"Megatron refuses the arguments: {' '.join(str(error).split()) or repr(error)}") from error
+        raise UserError(f"Megatron refuses the arguments: {reason(error)}") from error
     args.tokenizer_vocab_size = get_tokenizer().vocab_size
     # Megatron pads to a multiple of divisor x TP; the least common multiple gives all usual TP sizes one shape, so
     # that a checkpoint loads at another size.
     multiple = math.lcm(args.make_vocab_size_divisible_by, args.tensor_model_parallel_size)
     args.padded_vocab_size = chosen_padding or math.ceil(args.tokenizer_vocab_size / multiple) * multiple
+    try:
+        model_config(args)  # for its errors, which would otherwise come on every rank once the processes are connected
+    except (AssertionError, ValueError, NotImplementedError) as error:
+        raise UserError(f"Megatron refuses the model: {reason(error)}") from error

@@ -11,7 +11,22 @@ from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_ran
 from megatron.training import get_args, get_timers
 from torch import Tensor
 
+from megagate.errors import UserError
+
 BATCH_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
+
+
+def check_vocabulary(tokens: Tensor, vocabulary_size: int) -> None:
+    """Raise UserError for a token that the embedding does not have.
+
+    Under tensor parallelism Megatron's embedding takes such a token for one of another rank, and trains on nothing.
+    """
+    largest = int(tokens.max())
+    if largest >= vocabulary_size:
+        raise UserError(
+            f"the data hold the token {largest}, but the model's vocabulary has {vocabulary_size} tokens: train with "
+            "the --tokenizer-model that the data were preprocessed with"
+        )
 
 
 def get_batch(data_iterator: Iterator[dict[str, Tensor]] | None, vp_stage: int | None) -> dict[str, Tensor | None]:
@@ -32,6 +47,7 @@ def get_batch(data_iterator: Iterator[dict[str, Tensor]] | None, vp_stage: int |
     batch: dict[str, Any] = dict.fromkeys((*BATCH_KEYS, "cu_seqlens"))
     if mpu.get_tensor_model_parallel_rank() == 0:
         sample = next(data_iterator)  # type: ignore[arg-type]  # this rank has one
+        check_vocabulary(sample["tokens"], args.padded_vocab_size)
         batch |= {key: sample[key].cuda(non_blocking=True) for key in BATCH_KEYS if isinstance(sample.get(key), Tensor)}
     batch = get_batch_on_this_tp_rank(
         batch,

@@ -1,5 +1,6 @@
 """The datasets that the training loop reads: Megatron's blended .bin/.idx files, or its mock data."""
 
+from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.core import mpu
@@ -8,14 +9,25 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, Moc
 from megatron.training import get_args, get_tokenizer
 from megatron.training.utils import get_blend_and_blend_per_split
 
-from megagate.errors import UserError
+from megagate.data.validate import fingerprint
+from megagate.errors import UserError, reason
 
 
-def dataset_config() -> GPTDatasetConfig:
-    """Return Megatron's dataset configuration for the global arguments."""
+@dataclass
+class DatasetConfig(GPTDatasetConfig):
+    """Megatron's configuration of the datasets, with what tells their contents apart."""
+
+    fingerprints: list[str] = field(default_factory=list)
+    """One for each dataset of the blends; part of the key of Megatron's index cache, which knows only their paths."""
+
+
+def dataset_config() -> DatasetConfig:
+    """Return the dataset configuration for the global arguments."""
     args = get_args()
     blend, blend_per_split = get_blend_and_blend_per_split(args)
-    return GPTDatasetConfig(
+    blends = [entry for entry in [blend, *(blend_per_split or [])] if entry is not None]
+    return DatasetConfig(
+        fingerprints=[fingerprint(prefix) for prefixes, _ in blends for prefix in prefixes],
         random_seed=args.seed,
         sequence_length=args.seq_length,
         blend=blend,
@@ -47,8 +59,15 @@ def _reads_data(vp_stage: int | None) -> bool:
     return at_an_end and mpu.get_tensor_model_parallel_rank() == 0
 
 
-class CountedGPTDataset(GPTDataset):
-    """Megatron's dataset, which counts epochs without end where its part of the split has no tokens."""
+class CheckedGPTDataset(GPTDataset):
+    """Megatron's dataset, which counts epochs without end where its part of the split has no tokens.
+
+    Its index cache also goes stale, without a word, when data are preprocessed again to the same path.
+    """
+
+    @staticmethod
+    def _key_config_attributes() -> list[str]:
+        return [*GPTDataset._key_config_attributes(), "fingerprints"]
 
     def _get_num_epochs(self, num_tokens_per_epoch: int) -> int:
         if num_tokens_per_epoch < 1:
@@ -70,12 +89,12 @@ def dataset_provider(num_samples: list[int], vp_stage: int | None = None) -> Any
         UserError: a dataset is too small for what is asked of it.
     """
     config = dataset_config()
-    kind = MockGPTDataset if config.mock else CountedGPTDataset
+    kind = MockGPTDataset if config.mock else CheckedGPTDataset
     try:
         return BlendedMegatronDatasetBuilder(kind, num_samples, lambda: _reads_data(vp_stage), config).build()
     except (AssertionError, ValueError, IndexError) as error:
         raise UserError(
-            f"the datasets cannot be built: {' '.join(str(error).split()) or repr(error)} (sequences of "
+            f"the datasets cannot be built: {reason(error)} (sequences of "
             f"{config.sequence_length} tokens, split {config.split}; a part of the split may hold too few documents)"
         ) from error
 

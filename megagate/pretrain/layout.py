@@ -18,8 +18,8 @@ def check_layout(args: argparse.Namespace) -> None:
     Raises:
         UserError: the first thing that does not fit.
     """
-    _check_world(args)
     _check_attention(args)
+    _check_world(args)
     if args.num_experts:
         _check_experts(args)
     _check_sequence(args)
@@ -38,6 +38,13 @@ def _check_world(args: argparse.Namespace) -> None:
         raise UserError(
             f"{args.world_size} processes cannot hold tensor parallel {sizes[0]} x pipeline parallel {sizes[1]} x "
             f"context parallel {sizes[2]} = {model_size} ranks: start a multiple of {model_size} processes"
+        )
+
+    stages, pipeline = args.hybrid_layer_pattern.count("|") + 1, args.pipeline_model_parallel_size
+    if stages > 1 and (stages % pipeline or pipeline == 1):
+        raise UserError(
+            f"--hybrid-layer-pattern has {stages} stages (separated by |), which do not fit "
+            f"--pipeline-model-parallel-size {pipeline}"
         )
 
 

@@ -15,6 +15,8 @@ import warnings
 from pathlib import Path
 from typing import Any, TextIO
 
+from megagate.errors import UserError
+
 SHOWN = re.compile(
     r"^megagate"
     r"|^ ?\[?.{0,40}\biteration +\d+/"  # the training log line
@@ -77,9 +79,12 @@ def open_log(stream: Terminal, directory: Path, rank: int) -> Path:
 
     The process's standard output at the operating system's level goes there too: gloo writes to it from C++.
     """
-    directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"rank_{rank}.log"
-    log = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 - open until the process ends
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        log = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 - open until the process ends
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}; correct --save or --tensorboard-dir") from error
     held_back = stream.log
     assert isinstance(held_back, io.StringIO)
     log.write(held_back.getvalue())

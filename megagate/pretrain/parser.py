@@ -7,6 +7,16 @@ from typing import NoReturn
 from megagate.errors import UserError, nearest
 
 
+class HelpFormatter(argparse.HelpFormatter):
+    """argparse's formatter for help texts that hold a bare percent sign, as one of Megatron's does."""
+
+    def _expand_help(self, action: argparse.Action) -> str:
+        try:
+            return super()._expand_help(action)
+        except (KeyError, TypeError, ValueError):
+            return action.help or ""
+
+
 class Parser(argparse.ArgumentParser):
     """argparse's parser, raising UserError instead of printing every flag there is and exiting."""
 

@@ -4,11 +4,12 @@
     num-layers: 24
     swiglu: true                # a flag without a value
     data-path: [0.7, web, 0.3, code]
-    environment:                # set before training unless already set
+    environment:                # set before the processes connect, unless already set
       NCCL_DEBUG: WARN
 
 The tokens stand before the command line's own, so that what is typed wins. Gate flags are one setting: a gate flag on
-the command line replaces all gate flags of the recipe.
+the command line replaces all gate flags of the recipe. Variables that Python or torch read when they start, such as
+OMP_NUM_THREADS, must be set outside.
 """
 
 import argparse
@@ -23,6 +24,7 @@ from megagate.errors import UserError, nearest
 from megagate.pretrain.parser import Parser
 
 ENVIRONMENT_KEY = "environment"
+NOT_IN_A_RECIPE = ("recipe", "omit", "verbose")
 
 
 def read_recipe(path: str | Path) -> tuple[dict[str, Any], dict[str, str]]:
@@ -45,7 +47,17 @@ def read_recipe(path: str | Path) -> tuple[dict[str, Any], dict[str, str]]:
     environment = content.pop(ENVIRONMENT_KEY, None) or {}
     if not isinstance(environment, dict):
         raise UserError(f"{ENVIRONMENT_KEY} in the recipe {path} must be a mapping of variable names to values")
-    flags = {str(key).replace("_", "-"): value for key, value in content.items()}
+    flags: dict[str, Any] = {}
+    for key, value in content.items():
+        name = str(key).replace("_", "-")
+        if name in flags:
+            raise UserError(f"the recipe {path} has the key {name} twice")
+        if name in NOT_IN_A_RECIPE:
+            raise UserError(f"{name} in the recipe {path} belongs on the command line")
+        flags[name] = value
+    empty = [name for name, value in environment.items() if value is None]
+    if empty:
+        raise UserError(f"the variable {empty[0]} under {ENVIRONMENT_KEY} in the recipe {path} has no value")
     return flags, {str(name): str(value) for name, value in environment.items()}
 
 
@@ -70,7 +82,11 @@ def recipe_tokens(flags: dict[str, Any], parser: argparse.ArgumentParser, path: 
             raise UserError(f"{name!r} in the recipe {path} is no flag{nearest(name, names)}")
         takes_value = action.nargs != 0
         if isinstance(value, bool) and not takes_value:
-            tokens += [flag] if value else []
+            negative = f"--no-{name}"
+            if value:
+                tokens.append(flag)
+            elif negative in action.option_strings:  # a flag that has both forms
+                tokens.append(negative)
         elif not takes_value:
             raise UserError(
                 f"{name} in the recipe {path} is a flag without a value: write true or false, not {value!r}"
@@ -97,6 +113,8 @@ def merge_recipe(argv: Sequence[str], parser: argparse.ArgumentParser, gate_flag
     first.add_argument("--recipe")
     first.add_argument("--omit", nargs="+", default=[])
     chosen, rest = first.parse_known_args(argv)
+    if chosen.omit and chosen.recipe is None:
+        raise UserError(f"--omit {chosen.omit[0]} needs a --recipe to leave it out of")
     if chosen.recipe is None:
         return list(argv)
     flags, environment = read_recipe(chosen.recipe)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megagate.model.backends import torch_backend
 from megagate.platform import cpu, on_cpu
 from tests.distributed import run_distributed
 from tests.training import TINY
@@ -42,11 +43,12 @@ def train_without_argument(name: str, flags: list[str]) -> None:
     from megagate.pretrain.train import train
 
     cpu.activate_training()
-    value = cpu.ARGUMENTS.pop(name)
+    table = cpu.ARGUMENTS if name in cpu.ARGUMENTS else torch_backend.ARGUMENTS
+    value = table.pop(name)
     try:
         train(parse([*TINY, *LAYOUT, *flags]))
     finally:
-        cpu.ARGUMENTS[name] = value
+        table[name] = value
 
 
 def test_training_works_with_all_patches() -> None:
@@ -95,7 +97,7 @@ def test_every_argument_has_a_probe() -> None:
         "distributed_backend",
         "use_cpu_initialization",
     }  # NCCL needs a GPU; tests/model/test_initialization.py
-    assert set(cpu.ARGUMENTS) == set(GPU_FLAGS) | elsewhere
+    assert set(cpu.ARGUMENTS) | set(torch_backend.ARGUMENTS) == set(GPU_FLAGS) | elsewhere
 
 
 def test_patches_say_why() -> None:

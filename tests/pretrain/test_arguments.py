@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from megagate.errors import UserError
-from megagate.pretrain.arguments import NOT_AVAILABLE, build_parser, check_data, read
+from megagate.pretrain import arguments
+from megagate.pretrain.arguments import NOT_AVAILABLE, POSITIVE, build_parser, check_data, read
 from tests.training import MODEL, RUN, TINY
 
 DENSE = [*MODEL, *RUN]
@@ -103,6 +104,15 @@ def test_megatrons_own_gate_flag_is_a_preset() -> None:
         ([*TINY, "--moe-layer-freq", "[1]"], r"--moe-layer-freq describes 1 blocks, but --num-layers is 2"),
         (["--hidden-size", "8"], r"--num-attention-heads is not given"),
         (MODEL, r"--seq-length is not given"),
+        ([flag for flag in DENSE if flag != "--group-query-attention"], r"--num-query-groups 4 has no effect without"),
+        ([*DENSE, "--save", "x"], r"--save is given without --save-interval"),
+        ([*DENSE, "--lr-warmup-fraction", "1.5"], r"--lr-warmup-fraction 1.5 is not a part of the schedule"),
+        (
+            [*DENSE, *"--num-virtual-stages-per-pipeline-rank 2 --decoder-first-pipeline-num-layers 1".split()],
+            r"virtual",
+        ),
+        ([*DENSE, "--hybrid-layer-pattern", "*-|*-"], r"has 2 stages .* do not fit --pipeline-model-parallel-size 1"),
+        ([*DENSE, "--omit", "lr"], r"--omit lr needs a --recipe"),
         ([*DENSE, "--lr-warmup-iters", "2"], r"--lr-warmup-iters 2 is not less than the 2 iters of the schedule"),
         (
             [flag for flag in DENSE if flag not in ("--tokenizer-type", "NullTokenizer")],
@@ -116,6 +126,20 @@ def test_megatrons_own_gate_flag_is_a_preset() -> None:
 def test_refused(argv: list[str], message: str) -> None:
     with pytest.raises(UserError, match=message):
         check_data(read(argv))
+
+
+@pytest.mark.parametrize("name", POSITIVE)
+def test_zero_is_refused_by_name(name: str) -> None:
+    flag = f"--{name.replace('_', '-')}"
+    with pytest.raises(UserError, match=f"^{flag} must be at least 1, not 0$"):
+        read([*TINY, flag, "0"])
+
+
+def test_fusions_of_other_packages_are_off_also_where_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arguments, "on_cpu", lambda: False)
+    args = read([*TINY, "--moe-permute-fusion"])
+    assert not (args.apply_rope_fusion or args.gradient_accumulation_fusion or args.moe_permute_fusion)
+    assert args.distributed_backend == "nccl"
 
 
 UNAVAILABLE_FLAGS = {

@@ -78,6 +78,9 @@ def test_environment_is_set_unless_it_is_already(tmp_path: Path, monkeypatch: py
         ("lr: {a: 1}\n", r"lr in the recipe .* needs a value"),
         ("- a\n- b\n", r"must be a mapping of flag names to values"),
         ("a: [1\n", r"is not valid YAML"),
+        ("num-layers: 2\nnum_layers: 3\n", r"has the key num-layers twice"),
+        ("verbose: true\n", r"verbose in the recipe .* belongs on the command line"),
+        ("environment:\n  A:\n", r"the variable A under environment in the recipe .* has no value"),
         ("environment: 3\n", r"environment in the recipe .* must be a mapping"),
     ],
 )

@@ -67,13 +67,13 @@ def test_torchrun_gives_the_loss_of_one_process(tmp_path: Path) -> None:
     assert together.stdout.count("running on the CPU platform") == 1
 
 
-def write_dataset(prefix: Path, documents: int = 20, length: int = 100) -> None:
+def write_dataset(prefix: Path, documents: int = 20, length: int = 100, largest: int = 254) -> None:
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=numpy.uint16)
     generator = numpy.random.default_rng(0)
     for _ in range(documents):
-        builder.add_document(generator.integers(0, 255, length), [length])
+        builder.add_document(generator.integers(0, largest + 1, length), [length])
     builder.finalize(f"{prefix}.idx")
 
 
@@ -118,6 +118,40 @@ def test_truncated_data(tmp_path: Path) -> None:
     refused(
         pretrain(on_data(str(tmp_path / "a")), directory=tmp_path), r"a.bin has 3990 bytes but .*a.idx describes 4000"
     )
+
+
+def test_data_of_another_vocabulary(tmp_path: Path) -> None:
+    write_dataset(tmp_path / "a", largest=700)
+    argv = [*on_data(str(tmp_path / "a")), "--split", "100,0,0"]
+    refused(
+        pretrain(argv, directory=tmp_path), r"the data hold the token \d+, but the model's vocabulary has 256 tokens"
+    )
+
+
+def test_data_that_were_preprocessed_again(tmp_path: Path) -> None:
+    """The index cache of the first run is not that of the second, though path and number of samples are the same."""
+    argv = [*on_data(str(tmp_path / "a")), "--split", "100,0,0", "--data-cache-path", str(tmp_path / "cache")]
+    for documents in (50, 10):
+        write_dataset(tmp_path / "a", documents)
+        result = pretrain(argv, directory=tmp_path)
+        assert result.returncode == 0, result.stderr
+    assert len({path.name.split("-")[0] for path in (tmp_path / "cache").iterdir()}) == 2
+
+
+def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    argv = [*TINY, "--save", "file/checkpoints", "--save-interval", "1"]
+    refused(
+        pretrain(argv, directory=tmp_path), r"^error: cannot write file/checkpoints/logs/rank_0.log: Not a directory"
+    )
+
+
+def test_help(tmp_path: Path) -> None:
+    result = pretrain(["--help"], directory=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == ""
+    assert result.stdout.startswith("usage: megagate.pretrain")
+    assert "--gate-preset NAME" in result.stdout
 
 
 def test_data_too_small_for_the_split(tmp_path: Path) -> None:

@@ -14,6 +14,21 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megagate.model.backends.attention import TorchCoreAttention
 from megagate.model.backends.norm import build_norm
 
+ARGUMENTS: dict[str, bool] = {
+    # In Transformer Engine.
+    "apply_rope_fusion": False,
+    "moe_permute_fusion": False,
+    "moe_router_fusion": False,
+    "cross_entropy_loss_fusion": False,
+    "tp_comm_overlap": False,
+    # In NVIDIA's Apex.
+    "gradient_accumulation_fusion": False,
+}
+"""Values of Megatron's arguments for fusions that need other packages (destination name -> value).
+
+Megatron has the first and the last on by default and then fails; the others a recipe for GPUs may ask for. None changes
+a result."""
+
 
 class TorchBackend(LocalSpecProvider):
     """Megatron's provider of local modules, with norms and core attention replaced."""
