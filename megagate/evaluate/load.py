@@ -23,7 +23,6 @@ import torch
 from megagate.checkpoint.load import TRACKER, checkpoint_arguments, find_complete
 from megagate.data.tokenizer import add_tokenizer_arguments, build_tokenizer, quiet
 from megagate.errors import UserError
-from megagate.model.backends import torch_backend
 from megagate.platform import cpu, on_cpu
 
 ONE_PROCESS: dict[str, Any] = {
@@ -114,6 +113,8 @@ def one_process_arguments(checkpoint: Path) -> argparse.Namespace:
     args = copy.copy(checkpoint_arguments(checkpoint))
     if getattr(args, "hybrid_layer_pattern", None) is None:
         raise UserError(f"{checkpoint} does not hold a hybrid model: it was not written by megagate.pretrain")
+    with quiet():
+        from megagate.model.backends import torch_backend
     platform = torch_backend.ARGUMENTS | (cpu.ARGUMENTS if on_cpu() else {})
     for name, value in (ONE_PROCESS | FORWARD_ONLY | platform).items():
         setattr(args, name, value)

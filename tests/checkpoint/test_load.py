@@ -321,7 +321,7 @@ def parse(flags: list[str], world_size: int = 1) -> dict[str, Any]:
         ("--num-query-groups 4", "--num-query-groups 2, but this run has 4: use the same"),
         ("--hidden-size 64", "--hidden-size 32, but this run has 64: use the same"),
         ("--num-experts 8", "--num-experts 4, but this run has 8: use the same"),
-        ("--moe-router-topk 1", "--moe-router-topk 2, but this run has 1: use the same"),
+        ("--moe-router-topk 3", "--moe-router-topk 2, but this run has 3: use the same"),
         ("--norm-epsilon 1e-6", "--layernorm-epsilon 1e-05, but this run has 1e-06: use the same"),
         ("--vocab-size 200", "a tokenizer of 127 tokens, but this one has 200: use the same --tokenizer-model"),
         (
