@@ -24,6 +24,7 @@ from megagate.model.backends import torch_backend
 from megagate.model.builder import model_config
 from megagate.model.pattern import BOUNDARY, check_pattern, derive_pattern, expert_blocks, stage_sizes
 from megagate.platform import cpu, on_cpu
+from megagate.pretrain.datasets import dataset_prefixes
 from megagate.pretrain.layout import check_layout
 from megagate.pretrain.parser import HelpFormatter, Parser
 from megagate.pretrain.recipe import merge_recipe
@@ -208,12 +209,12 @@ def check_positive(args: argparse.Namespace) -> None:
 
 def check_schedule(args: argparse.Namespace) -> None:
     """Raise UserError where the learning rate's warm-up is not shorter than the whole schedule."""
+    fraction = args.lr_warmup_fraction
+    if fraction is not None and not 0 <= fraction < 1:
+        raise UserError(f"--lr-warmup-fraction {fraction} is not a part of the schedule: give 0 <= fraction < 1")
     for unit in ("iters", "samples"):
         total = getattr(args, f"lr_decay_{unit}") or getattr(args, f"train_{unit}")
         warmup = getattr(args, f"lr_warmup_{unit}")
-        fraction = args.lr_warmup_fraction
-        if fraction is not None and not 0 <= fraction < 1:
-            raise UserError(f"--lr-warmup-fraction {fraction} is not a part of the schedule: give 0 <= fraction < 1")
         if total and warmup >= total:
             raise UserError(
                 f"--lr-warmup-{unit} {warmup} is not less than the {total} {unit} of the schedule (--lr-decay-{unit}, "
@@ -272,16 +273,13 @@ def check_data(args: argparse.Namespace) -> None:
     Raises:
         UserError: no data are given, or a dataset is missing or truncated.
     """
-    from megatron.training.utils import get_blend_and_blend_per_split
-
     if args.mock_data:
         return
-    blend, per_split = get_blend_and_blend_per_split(args)
-    blends = [entry for entry in [blend, *(per_split or [])] if entry is not None]
-    if not blends:
+    prefixes = dataset_prefixes(args)
+    if not prefixes:
         raise UserError("no data are given: use --data-path PREFIX, or --mock-data to try a model without data")
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
-        for prefix in dict.fromkeys(prefix for prefixes, _ in blends for prefix in prefixes):
+        for prefix in prefixes:
             check_indexed_dataset(prefix)
 
 

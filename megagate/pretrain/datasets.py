@@ -1,5 +1,6 @@
 """The datasets that the training loop reads: Megatron's blended .bin/.idx files, or its mock data."""
 
+import argparse
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,13 +22,19 @@ class DatasetConfig(GPTDatasetConfig):
     """One for each dataset of the blends; part of the key of Megatron's index cache, which knows only their paths."""
 
 
+def dataset_prefixes(args: argparse.Namespace) -> list[str]:
+    """Return the prefix of every dataset that the arguments name, each once; empty for mock data."""
+    blend, per_split = get_blend_and_blend_per_split(args)
+    blends = [entry for entry in [blend, *(per_split or [])] if entry is not None]
+    return list(dict.fromkeys(prefix for prefixes, _ in blends for prefix in prefixes))
+
+
 def dataset_config() -> DatasetConfig:
     """Return the dataset configuration for the global arguments."""
     args = get_args()
     blend, blend_per_split = get_blend_and_blend_per_split(args)
-    blends = [entry for entry in [blend, *(blend_per_split or [])] if entry is not None]
     return DatasetConfig(
-        fingerprints=[fingerprint(prefix) for prefixes, _ in blends for prefix in prefixes],
+        fingerprints=[fingerprint(prefix) for prefix in dataset_prefixes(args)],
         random_seed=args.seed,
         sequence_length=args.seq_length,
         blend=blend,

@@ -7,6 +7,7 @@ messages are the flags' own names.
 import argparse
 
 from megagate.errors import UserError
+from megagate.model.pattern import BOUNDARY
 
 
 def check_layout(args: argparse.Namespace) -> None:
@@ -31,6 +32,11 @@ def _require_divisible(number: int, what: str, divisor: int, by: str) -> None:
         raise UserError(f"{what} is {number}, which {by} {divisor} does not divide: change one of the two")
 
 
+def _stages(args: argparse.Namespace) -> int:
+    """Return the pipeline stages, physical times virtual."""
+    return args.hybrid_layer_pattern.count(BOUNDARY) + 1
+
+
 def _check_world(args: argparse.Namespace) -> None:
     sizes = (args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size)
     model_size = sizes[0] * sizes[1] * sizes[2]
@@ -40,7 +46,7 @@ def _check_world(args: argparse.Namespace) -> None:
             f"context parallel {sizes[2]} = {model_size} ranks: start a multiple of {model_size} processes"
         )
 
-    stages, pipeline = args.hybrid_layer_pattern.count("|") + 1, args.pipeline_model_parallel_size
+    stages, pipeline = _stages(args), args.pipeline_model_parallel_size
     if stages > 1 and (stages % pipeline or pipeline == 1):
         raise UserError(
             f"--hybrid-layer-pattern has {stages} stages (separated by |), which do not fit "
@@ -102,7 +108,7 @@ def _check_sequence(args: argparse.Namespace) -> None:
         _require_divisible(
             args.seq_length // context, "the sequence length on one rank", tensor, "--tensor-model-parallel-size"
         )
-    stages = args.hybrid_layer_pattern.count("|") + 1
+    stages = _stages(args)
     if args.reset_attention_mask and stages > 2:
         raise UserError(
             f"--reset-attention-mask reaches only the first and the last of {stages} pipeline stages: use at most 2"
@@ -122,7 +128,7 @@ def _check_batch(args: argparse.Namespace) -> None:
             f"data parallel {data_parallel} = {step}"
         )
     pipeline = args.pipeline_model_parallel_size
-    virtual = (args.hybrid_layer_pattern.count("|") + 1) // pipeline
+    virtual = _stages(args) // pipeline
     if virtual > 1 and (batch // step) % pipeline:
         raise UserError(
             f"{batch // step} micro batches per step are not a multiple of --pipeline-model-parallel-size {pipeline}, "

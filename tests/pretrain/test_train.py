@@ -103,6 +103,7 @@ def refused(result: subprocess.CompletedProcess, message: str) -> None:
         ([*TINY, "--gate-preset", "sdpa-headwis"], r"^error: there is no gate preset 'sdpa-headwis'; did you mean"),
         ([*TINY, "--load", "nothing"], r"^error: --load nothing holds no checkpoint .*--allow-fresh-start"),
         ([*TINY, "--min-lr", "1"], r"^error: Megatron refuses the arguments: "),
+        ([*TINY, "--moe-router-topk", "1"], r"^error: Megatron refuses the model: Please use --moe-router-pre-softmax"),
         ([*TINY, "--tokenizer-type", "SentencePieceTokenizer"], r"^error: Megatron refuses the arguments: "),
     ],
 )
