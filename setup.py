@@ -22,6 +22,8 @@ def read_description() -> str:
     return readme.read_text(encoding="utf-8") if readme.exists() else ""
 
 
+GDN = ["flash-linear-attention"]
+MUON = ["emerging-optimizers"]
 PLOT = ["matplotlib"]
 ZSTD = ["backports.zstd"]
 
@@ -50,8 +52,22 @@ setup(
     extras_require={
         "te": ["transformer-engine[pytorch]"],
         "eval": ["lm-eval", "transformers"],
+        "gdn": GDN,
+        "muon": MUON,
         "plot": PLOT,
         "zstd": ZSTD,
-        "dev": [*PLOT, *ZSTD, "hypothesis", "mypy", "pytest", "pytest-timeout", "ruff", "types-PyYAML"],
+        "dev": [
+            *GDN,
+            *MUON,
+            *PLOT,
+            *ZSTD,
+            "hypothesis",
+            "mypy",
+            "pytest",
+            "pytest-timeout",
+            "ruff",
+            "transformers",
+            "types-PyYAML",
+        ],
     },
 )
