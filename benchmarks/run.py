@@ -26,8 +26,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megagate.gate.config import preset
-from megagate.model.attention import TRAINABLE
+from megagate.gate.config import PRESETS, preset
 from megagate.model.specs import hybrid_stack_spec
 
 BLOCKS, SEQUENCE, MICRO_BATCH, MICRO_BATCHES, VOCABULARY = 4, 256, 4, 2, 4096
@@ -60,13 +59,13 @@ def build(variant: str) -> HybridModel:
         is_hybrid_model=True,
         use_cpu_initialization=True,
         gradient_accumulation_fusion=False,
-        attention_output_gate=gate.has_gate,
+        attention_output_gate=gate.acts_on_sdpa_output,
     )
     spec = hybrid_stack_spec(config, gate)
     if variant == MEGATRONS_GATE:
         attention = spec.submodules.attention_layer.submodules.self_attention
         attention.module = SelfAttention
-        del attention.params["gate"]
+        del attention.params["gate"], attention.params["recompute_gate"]
     return HybridModel(
         config,
         spec,
@@ -104,7 +103,7 @@ def main() -> None:
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     model_parallel_cuda_manual_seed(1234)
-    variants = [*TRAINABLE, MEGATRONS_GATE]
+    variants = [*PRESETS, MEGATRONS_GATE]
     models = {variant: build(variant) for variant in variants}
     steps = {variant: step_of(model) for variant, model in models.items()}
     times: dict[str, list[float]] = {variant: [] for variant in variants}

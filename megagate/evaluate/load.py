@@ -62,6 +62,7 @@ FORWARD_ONLY: dict[str, Any] = {
     "override_ckpt_iteration": None,
     # A parameter that the checkpoint lacks is an error, not a warning.
     "dist_ckpt_strictness": "raise_unexpected",
+    "recompute_gate": False,
     "recompute_granularity": None,
     "recompute_method": None,
     "recompute_num_layers": None,

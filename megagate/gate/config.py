@@ -175,6 +175,20 @@ class GateConfig:
         return self.position != GatePosition.NONE
 
     @property
+    def is_baseline(self) -> bool:
+        """Whether nothing is added to attention as Megatron has it."""
+        return not (self.has_gate or self.acts_on_sdpa_output)
+
+    @property
+    def acts_on_sdpa_output(self) -> bool:
+        """Whether each head's attention output is changed, by a gate or by a baseline's norm or activation."""
+        return (
+            self.position == GatePosition.SDPA
+            or self.sdpa_output_norm
+            or self.sdpa_output_activation != SdpaOutputActivation.NONE
+        )
+
+    @property
     def is_fused(self) -> bool:
         """Whether the gate's logits are rows of linear_qkv, rather than a parameter of the gate's own."""
         return self.has_gate and self.position != GatePosition.OUTPUT and self.input == GateInput.HIDDEN

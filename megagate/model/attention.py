@@ -1,49 +1,59 @@
-"""Gated self-attention for Megatron: one class for every gate whose rows are fused into linear_qkv.
+"""Gated self-attention for Megatron: one class for every gate.
 
-The gate's projection is a part of linear_qkv (see `megagate.gate.layout`), so it shares the GEMM, the all-gather and
-the layer norm of queries, keys and values, and a checkpoint reshards to any tensor-parallel size. Megatron carries the
-gate from `get_query_key_value_tensors` to `_apply_output_gate` when its own `attention_output_gate` is set; the two
-methods below replace Megatron's, and nothing of its forward is copied.
+A gate that reads the hidden state has its projection in linear_qkv (see `megagate.gate.layout`), so it shares the GEMM,
+the all-gather and the layer norm of queries, keys and values, and a checkpoint reshards to any tensor-parallel size.
+Only what cannot live there has parameters of its own: the output gate, whose scores must lie on the ranks as the
+block's output does, the input-independent gate, and the norm of the baseline without a gate.
+
+Megatron calls `get_query_key_value_tensors`, and, where the config's `attention_output_gate` is set, carries its fourth
+result to `_apply_output_gate`. The two methods below replace Megatron's, and nothing of its forward is copied.
 
 Letters in shapes: s sequence, b batch, h local query heads, g local KV groups, r query heads per group, d channels per
 head, t channels of a score (d elementwise, 1 headwise), H hidden size.
 """
 
+import contextlib
 import dataclasses
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel.mappings import all_gather_last_dim_from_tensor_parallel_region
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.mappings import (
+    all_gather_last_dim_from_tensor_parallel_region,
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from megatron.core.utils import get_pg_rank
-from torch import Tensor
+from torch import Tensor, nn
 
-from megagate.errors import UserError
-from megagate.gate.config import GateConfig, describe, preset_name
-from megagate.gate.functional import apply_gate, gate_scores
+from megagate.gate.config import GateConfig, GateInput, GatePosition, GateSharing, SdpaOutputActivation
+from megagate.gate.functional import activate, apply_gate, per_head_rms_norm
 from megagate.gate.layout import QKVLayout
+from megagate.model.recompute import Rebuilt
 
-TRAINABLE = ("baseline", "sdpa-elementwise", "sdpa-headwise")
-"""The presets that have a Megatron attention; `baseline` is Megatron's own."""
+SHARDED_PARAMETERS = ("gate_constant", "sdpa_norm_weight")
+"""Parameters of the attention itself, one entry per local head and channel, cut over tensor-parallel ranks.
 
-
-def check_trainable(gate: GateConfig) -> None:
-    """Raise UserError for a gate that is not one of `TRAINABLE`."""
-    if preset_name(gate) not in TRAINABLE:
-        raise UserError(
-            f"the gate {describe(gate)} cannot be trained yet: use --gate-preset "
-            f"{', '.join(TRAINABLE[:-1])} or {TRAINABLE[-1]}"
-        )
+They are vectors, like biases and norms, so that Megatron's rule exempts them from weight decay and matrix optimizers.
+"""
 
 
 class GatedSelfAttention(SelfAttention):
-    """Megatron's self-attention with Y' = gate(Y, X W) on the attention output (arXiv 2505.06708, section 2.2).
+    """Megatron's self-attention with a gate (arXiv 2505.06708, section 2.2), or a baseline's norm or activation.
 
     Args:
-        config: Megatron's, with `attention_output_gate` set.
+        config: Megatron's, with `attention_output_gate` equal to `gate.acts_on_sdpa_output`.
         submodules: as for Megatron's self-attention; `linear_qkv` is built with the rows of the layout.
-        gate: which gate; see `check_trainable`.
+        gate: any but the baseline, for which Megatron's own class is the same.
+        recompute_gate: rebuild gated tensors in the backward pass instead of storing them.
+
+    Parameters besides Megatron's, where the gate needs them:
+        gate_constant: [h*t], logits of the input-independent gate; zero at first.
+        sdpa_norm_weight: [h*d], weight of the norm of each head's attention output.
+        linear_gate.weight: [H, H], projection of the output gate, on each tensor-parallel rank whole.
     """
 
     def __init__(
@@ -52,9 +62,9 @@ class GatedSelfAttention(SelfAttention):
         submodules: SelfAttentionSubmodules,
         *args: Any,
         gate: GateConfig,
+        recompute_gate: bool = False,
         **kwargs: Any,
     ) -> None:
-        check_trainable(gate)
         layout = QKVLayout(config.num_attention_heads, config.num_query_groups, config.kv_channels, gate)
 
         def linear_qkv(input_size: int, output_size: int, **linear_arguments: Any) -> Any:
@@ -63,6 +73,15 @@ class GatedSelfAttention(SelfAttention):
         super().__init__(config, dataclasses.replace(submodules, linear_qkv=linear_qkv), *args, **kwargs)
         self.gate = gate
         self.layout = layout
+        self.rebuilt = Rebuilt() if recompute_gate else None
+        heads = config.num_attention_heads // self.world_size
+        if gate.input == GateInput.CONSTANT:
+            self.gate_constant = _head_parameter(config, heads * layout.gate_channels, 0.0)
+        if gate.sdpa_output_norm:
+            initial = 0.0 if config.layernorm_zero_centered_gamma else 1.0
+            self.sdpa_norm_weight = _head_parameter(config, heads * config.kv_channels, initial)
+        if gate.position == GatePosition.OUTPUT:
+            self.linear_gate = _replicated_linear(config)
         self.reset_padding()
 
     @torch.no_grad()
@@ -75,23 +94,63 @@ class GatedSelfAttention(SelfAttention):
             if parameter is not None:
                 parameter[padding] = 0
 
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Describe this rank's parameters for a checkpoint; Megatron takes those of a module itself for replicated."""
+        state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        sharded = {name: getattr(self, name) for name in SHARDED_PARAMETERS if hasattr(self, name)}
+        if sharded:
+            state |= make_sharded_tensors_for_checkpoint(
+                sharded,
+                prefix,
+                dict.fromkeys(sharded, 0),
+                sharded_offsets,
+                tp_group=self.pg_collection.tp,
+                dp_cp_group=(metadata or {}).get("dp_cp_group"),
+            )
+        return state
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """Attend, and gate the result where the gate is the output gate.
+
+        Args:
+            hidden_states: [s', b, H], s' = s or a sequence-parallel shard of it.
+            args: as for Megatron's self-attention.
+            kwargs: likewise.
+
+        Returns:
+            [s', b, H], and a bias [H] that is yet to be added, or None.
+        """
+        with self.rebuilt.saving() if self.rebuilt else contextlib.nullcontext():
+            output, bias = super().forward(hidden_states, *args, **kwargs)
+            if self.gate.position != GatePosition.OUTPUT:
+                return output, bias
+            if bias is not None:
+                output = output + bias
+            return self._gated(output, self.linear_gate(hidden_states)), None
+
     def get_query_key_value_tensors(
         self,
         hidden_states: Tensor,
         key_value_states: Tensor | None = None,
         output_gate: bool = False,
         split_qkv: bool = True,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Project X and separate the heads.
+    ) -> tuple[Tensor, ...]:
+        """Project X, separate the heads, and gate queries, keys or values; QK-norm comes after.
 
         Args:
             hidden_states: [s', b, H], s' = s or a sequence-parallel shard of it.
             key_value_states: not used by self-attention.
-            output_gate: always true here, since the config says so.
-            split_qkv: always true here, since Megatron refuses its fused rotary embedding with a gate.
+            output_gate: whether to return what `_apply_output_gate` needs, which the config says.
+            split_qkv: always true here; unsplit rows are for Megatron's fused rotary embedding.
 
         Returns:
-            query [s, b, h, d], key and value [s, b, g, d], gate logits [s, b, h, t].
+            query [s, b, h, d], key and value [s, b, g, d], and, with `output_gate`, gate logits [s, b, h, t] or what
+            stands for them.
         """
         mixed, _ = self.linear_qkv(hidden_states)
         groups, tensor_parallel_size = self.config.num_query_groups, self.world_size
@@ -101,19 +160,102 @@ class GatedSelfAttention(SelfAttention):
             rank = get_pg_rank(self.pg_collection.tp)
             mixed = all_gather_last_dim_from_tensor_parallel_region(mixed, group=self.pg_collection.tp)
             mixed = mixed.narrow(-1, rank // ranks_per_group * self.layout.rows_per_group, self.layout.rows_per_group)
-        query, gate, key, value = self.layout.split(mixed)
-        assert gate is not None  # check_trainable admits only gates with rows in linear_qkv
+        query, logits, key, value = self.layout.split(mixed)
         if ranks_per_group > 1:
             heads = self.layout.heads_per_group // ranks_per_group
             first = rank % ranks_per_group * heads
-            query, gate = query.narrow(2, first, heads), gate.narrow(2, first, heads)
+            query = query.narrow(2, first, heads)
+            if logits is not None and logits.shape[2] > 1:  # of query heads: the group has one key and one value head
+                logits = logits.narrow(2, first, heads)
+        match self.gate.position, logits:
+            case GatePosition.QUERY, Tensor():
+                query = self._gated(query, logits)
+            case GatePosition.KEY, Tensor():
+                key = self._gated(key, logits)
+            case GatePosition.VALUE, Tensor():
+                value = self._gated(value, logits)
         if self.q_layernorm is not None:
             query = self.q_layernorm(query)
         if self.k_layernorm is not None:
             key = self.k_layernorm(key)
-        return query, key, value, gate
+        if not output_gate:
+            return query, key, value
+        if self.gate.input == GateInput.CONSTANT:
+            logits = self.gate_constant.unflatten(0, (-1, self.layout.gate_channels))
+        # Megatron calls _apply_output_gate only if there is something to hand to it.
+        return query, key, value, query.new_empty(0) if logits is None else logits
 
     def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
-        """Gate the attention output x [s, b, h*d] with the logits gate [s, b, h, t]; keeps the dtype of x."""
-        heads = x.unflatten(-1, (gate.shape[2], -1))  # [s, b, h, d]
-        return apply_gate(heads, gate_scores(gate, self.gate), self.gate).flatten(2)
+        """Change the attention output x [s, b, h*d] as the config says; keeps its dtype.
+
+        `gate` holds the logits [s, b, h, t], of the input-independent gate [h, t]; the baselines do not read it.
+        """
+        heads = x.unflatten(-1, (-1, self.config.kv_channels))  # [s, b, h, d]
+        if self.gate.has_gate:
+            gated = self._gated(heads, gate)
+        elif self.gate.sdpa_output_norm:
+            weight = self.sdpa_norm_weight.unflatten(0, (-1, self.config.kv_channels))
+            gated = self._rebuildable(self._normed, heads, weight)
+        else:
+            assert self.gate.sdpa_output_activation == SdpaOutputActivation.SILU
+            gated = self._rebuildable(nn.functional.silu, heads)
+        return gated.flatten(2)
+
+    def _normed(self, heads: Tensor, weight: Tensor) -> Tensor:
+        if self.config.layernorm_zero_centered_gamma:
+            weight = weight + 1
+        return per_head_rms_norm(heads, weight, self.config.layernorm_epsilon)
+
+    def _gated(self, y: Tensor, logits: Tensor) -> Tensor:
+        """Gate y [..., heads, d] with the logits [..., heads, t], or the block's output [..., H] with [..., H]."""
+        if self.gate.sharing == GateSharing.HEAD_SHARED:
+            return self._rebuildable(self._combined, y, self._scores(logits))
+        return self._rebuildable(lambda y, logits: self._combined(y, self._scores(logits)), y, logits)
+
+    def _combined(self, y: Tensor, scores: Tensor) -> Tensor:
+        return apply_gate(y, scores, self.gate)
+
+    def _scores(self, logits: Tensor) -> Tensor:
+        """Return the scores of the logits [..., heads, t]; for head-shared gates [..., 1, t], the mean over all heads.
+
+        Each rank has the same number of heads (where ranks share a KV group, each of its heads counts once per rank),
+        so the mean over ranks of their means is the mean. It is used on every rank, hence a sum in backward too.
+        """
+        scores = activate(logits, self.gate)
+        if self.gate.sharing != GateSharing.HEAD_SHARED:
+            return scores
+        group = self.pg_collection.tp
+        mean = scores.mean(dim=-2, keepdim=True)
+        return copy_to_tensor_model_parallel_region(
+            reduce_from_tensor_model_parallel_region(mean, group=group) / self.world_size, group=group
+        )
+
+    def _rebuildable(self, function: Any, *inputs: Tensor) -> Tensor:
+        if self.rebuilt and torch.is_grad_enabled():
+            return self.rebuilt.apply(function, *inputs)
+        return function(*inputs)
+
+
+def _device(config: TransformerConfig) -> Any:
+    return torch.device("cpu") if config.use_cpu_initialization else torch.cuda.current_device()
+
+
+def _head_parameter(config: TransformerConfig, size: int, initial: float) -> nn.Parameter:
+    """Return a vector of this rank's heads, marked as cut over tensor-parallel ranks."""
+    parameter = nn.Parameter(torch.full((size,), initial, dtype=config.params_dtype, device=_device(config)))
+    set_tensor_model_parallel_attributes(parameter, True, 0, 1)
+    return parameter
+
+
+def _replicated_linear(config: TransformerConfig) -> nn.Linear:
+    """Return a linear map [..., H] -> [..., H] without bias that each tensor-parallel rank holds whole.
+
+    Under sequence parallelism a rank applies it to its own tokens, so Megatron must sum its gradient; else every rank
+    applies it to the same tokens, and it must not.
+    """
+    size = config.hidden_size
+    linear = nn.Linear(size, size, bias=False, dtype=config.params_dtype, device=_device(config))
+    if config.perform_initialization:
+        config.init_method(linear.weight)
+    linear.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+    return linear

@@ -16,13 +16,12 @@ from megagate.model.specs import hybrid_stack_spec
 
 
 def transformer_config(args: argparse.Namespace, gate: GateConfig) -> TransformerConfig:
-    """Return Megatron's transformer configuration, told whether the attention carries a gate.
+    """Return Megatron's transformer configuration, told whether to call the layer for the attention output.
 
-    `attention_output_gate` is set here and not in `args`: there Megatron's FLOPs formula reads it, for which it is
-    true of the elementwise gate only.
+    `attention_output_gate` is set here and not in `args`, where it says which gate the user means.
     """
     config = core_transformer_config_from_args(args)
-    config.attention_output_gate = gate.has_gate
+    config.attention_output_gate = gate.acts_on_sdpa_output
     return config
 
 
@@ -75,7 +74,7 @@ def model_config(args: argparse.Namespace) -> HybridModelConfig:
     gate = gate_config_from_args(args)
     config = transformer_config(args, gate)
     model = hybrid_config_from_args(args, config)
-    model.hybrid_stack_spec = hybrid_stack_spec(config, gate)
+    model.hybrid_stack_spec = hybrid_stack_spec(config, gate, recompute_gate=args.recompute_gate)
     model.pre_wrap_hooks.append(separate_expert_parameters)
     if args.num_experts:
         model.pre_wrap_hooks.append(size_expert_metrics)

@@ -20,29 +20,31 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from megagate.gate.config import GateConfig
-from megagate.model.attention import GatedSelfAttention, check_trainable
+from megagate.model.attention import GatedSelfAttention
 from megagate.model.backends import TorchBackend, TorchHybridStack
 from megagate.model.router import Router
 
 
-def hybrid_stack_spec(config: TransformerConfig, gate: GateConfig) -> ModuleSpec:
+def hybrid_stack_spec(config: TransformerConfig, gate: GateConfig, *, recompute_gate: bool = False) -> ModuleSpec:
     """Return the spec of a stack whose attention layers have `gate`.
 
-    Without a gate the attention is Megatron's own class, so the model is Megatron's.
+    For the baseline the attention is Megatron's own class, so the model is Megatron's.
 
     Args:
-        config: gives `qk_layernorm`, `num_moe_experts` and `moe_grouped_gemm`.
-        gate: one that `megagate.model.attention.check_trainable` accepts.
+        config: gives `qk_layernorm`, `num_moe_experts` and `moe_grouped_gemm`; its `attention_output_gate` must be
+            `gate.acts_on_sdpa_output`.
+        gate: any.
+        recompute_gate: rebuild gated tensors in the backward pass instead of storing them.
     """
-    check_trainable(gate)
     backend = TorchBackend()
     norm = backend.layer_norm()
     head_norm = norm if config.qk_layernorm else None
     column_parallel, row_parallel = backend.column_parallel_linear(), backend.row_parallel_linear()
 
     attention = ModuleSpec(
-        module=GatedSelfAttention if gate.has_gate else SelfAttention,
-        params={"attn_mask_type": AttnMaskType.causal} | ({"gate": gate} if gate.has_gate else {}),
+        module=SelfAttention if gate.is_baseline else GatedSelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal}
+        | ({} if gate.is_baseline else {"gate": gate, "recompute_gate": recompute_gate}),
         submodules=SelfAttentionSubmodules(
             linear_qkv=column_parallel,
             core_attention=backend.core_attention(),

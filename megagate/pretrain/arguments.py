@@ -18,8 +18,13 @@ from megagate.checkpoint.fit import check_fits
 from megagate.checkpoint.load import choose_checkpoint
 from megagate.data.validate import check_indexed_dataset
 from megagate.errors import UserError, reason
-from megagate.gate.config import MEGATRON_GATE_PRESET, add_gate_arguments, gate_config_from_args, preset_name
-from megagate.model.attention import check_trainable
+from megagate.gate.config import (
+    MEGATRON_GATE_PRESET,
+    GateConfig,
+    add_gate_arguments,
+    gate_config_from_args,
+    preset_name,
+)
 from megagate.model.backends import torch_backend
 from megagate.model.builder import model_config
 from megagate.model.pattern import BOUNDARY, check_pattern, derive_pattern, expert_blocks, stage_sizes
@@ -58,6 +63,9 @@ NOT_AVAILABLE: dict[str, str] = {
 }
 """Flags that would be ignored or fail deep inside, with the sentence that refuses them."""
 
+
+GATE_MODULE = "gate"
+"""What to write after --recompute-modules to have gated tensors rebuilt in the backward pass."""
 
 POSITIVE = (
     "num_layers",
@@ -177,7 +185,6 @@ def complete(args: argparse.Namespace) -> None:
             f"--transformer-impl {args.transformer_impl} is not there yet: leave it out to use the torch backend"
         )
     gate = gate_config_from_args(args)
-    check_trainable(gate)
     args.attention_output_gate = preset_name(gate) == MEGATRON_GATE_PRESET
     for name in ("hidden_size", "num_attention_heads", "seq_length", "max_position_embeddings"):
         if getattr(args, name) is None:
@@ -192,11 +199,30 @@ def complete(args: argparse.Namespace) -> None:
     if args.tokenizer_type is None:
         raise UserError("--tokenizer-type is not given: say which tokenizer the data were made with")
     check_schedule(args)
+    set_recompute_gate(args, gate)
     set_pattern(args)
     args.create_attention_mask_in_dataloader |= args.reset_attention_mask
     forced = torch_backend.ARGUMENTS | (cpu.ARGUMENTS if on_cpu() else {})
     for name, value in forced.items():
         setattr(args, name, value)
+
+
+def set_recompute_gate(args: argparse.Namespace, gate: GateConfig) -> None:
+    """Take `gate` out of the modules to recompute, since Megatron knows only its own, and set `recompute_gate`.
+
+    Raises:
+        UserError: it would have no effect.
+    """
+    args.recompute_gate = GATE_MODULE in (args.recompute_modules or ())
+    if not args.recompute_gate:
+        return
+    if args.recompute_granularity != "selective":
+        raise UserError(
+            f"--recompute-modules {GATE_MODULE} has no effect without --recompute-granularity selective: add it"
+        )
+    if gate.is_baseline:
+        raise UserError(f"--recompute-modules {GATE_MODULE} has no effect on a model without a gate: leave it out")
+    args.recompute_modules = [module for module in args.recompute_modules if module != GATE_MODULE]
 
 
 def check_positive(args: argparse.Namespace) -> None:

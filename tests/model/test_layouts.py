@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from megagate.gate import PRESETS, QKVLayout
-from megagate.model.attention import TRAINABLE
 from tests.distributed import run_distributed
 from tests.model.training import GLOBAL_BATCH, Case, Result, assemble, train_all, worst_error
 
+GATES = list(PRESETS)
 TOLERANCE = 1e-5
 # A parameter is of order 1 and its update of order 0.01, so that rounding the parameter costs 1e-5 of the update.
 UPDATE_TOLERANCE = 1e-4
@@ -166,7 +166,7 @@ def slice_of_matrix(index: int) -> list[tuple[str, str]]:
     """Return two (model, preset) for a layout; models and presets take turns over the layouts."""
     models = [model for model in MODELS if LAYOUTS[index].takes(model)]
     chosen = [models[(index + turn) % len(models)] for turn in range(2)]
-    return [(model, TRAINABLE[(2 * index + 1 + turn) % len(TRAINABLE)]) for turn, model in enumerate(chosen)]
+    return [(model, GATES[(2 * index + 1 + turn) % len(GATES)]) for turn, model in enumerate(chosen)]
 
 
 @pytest.mark.parametrize("index", range(len(LAYOUTS)), ids=[str(layout) for layout in LAYOUTS])
@@ -180,15 +180,15 @@ def test_layout(index: int) -> None:
 def test_every_preset_and_model(layout: Layout, model: str) -> None:
     if not layout.takes(model):
         pytest.skip("not a model for this layout")
-    compare(layout, [(model, preset) for preset in TRAINABLE])
+    compare(layout, [(model, preset) for preset in GATES])
 
 
 def test_the_slice_covers_each_preset_with_each_kind_of_parallelism() -> None:
     chosen = [(layout, *choice) for index, layout in enumerate(LAYOUTS) for choice in slice_of_matrix(index)]
     assert {(model, preset) for _, model, preset in chosen} == {
-        (model, preset) for model in MODELS for preset in TRAINABLE
+        (model, preset) for model in MODELS for preset in GATES
     }
-    for preset in TRAINABLE:
+    for preset in GATES:
         layouts = [(layout, model) for layout, model, other in chosen if other == preset]
         for dimension in ("tp", "sp", "pp", "vpp", "cp", "ep", "etp", "dp"):
             assert any(int(getattr(layout, dimension)) > (dimension != "sp") for layout, _ in layouts), dimension
@@ -210,7 +210,7 @@ def test_no_gradient_is_zero(model: str) -> None:
             assert rows.min() > 0, name
 
 
-@pytest.mark.parametrize("preset", TRAINABLE)
+@pytest.mark.parametrize("preset", GATES)
 def test_micro_batch_split(preset: str) -> None:
     """With seq_aux_loss, which is a mean over sequences; the other two are functions of a whole micro batch."""
     sizes = (1, 4, GLOBAL_BATCH)
@@ -232,7 +232,7 @@ PER_TOKEN = [
 def test_masked_tokens(index: int) -> None:
     """With --calculate-per-token-loss every token that counts has the same weight, wherever it is."""
     layout, model = PER_TOKEN[index], WITH_EXPERTS[index % 2]
-    compare(layout, [(model, TRAINABLE[index % 3])], "--calculate-per-token-loss", mask_loss=True)
+    compare(layout, [(model, GATES[index % 3])], "--calculate-per-token-loss", mask_loss=True)
 
 
 def test_masked_tokens_and_micro_batch_split() -> None:
@@ -299,7 +299,7 @@ DISTRIBUTED_OPTIMIZER = [
 )
 def test_distributed_optimizer(index: int) -> None:
     """Two steps of AdamW with weight decay; gradients are sharded, so the updated parameters are compared."""
-    layout, model, preset = DISTRIBUTED_OPTIMIZER[index], WITH_EXPERTS[index % 2], TRAINABLE[(index + 1) % 3]
+    layout, model, preset = DISTRIBUTED_OPTIMIZER[index], WITH_EXPERTS[index % 2], GATES[(index + 1) % 3]
     expected = one_process(model, preset, steps=2)
     result = run([case(model, preset, layout, "--use-distributed-optimizer", steps=2)], layout)[0]
     assert result.losses == pytest.approx(expected.losses, rel=TOLERANCE)
@@ -323,14 +323,14 @@ def test_padding_rows_stay_zero() -> None:
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, Result]]:
     """For each preset a checkpoint of the weights that one process wrote, and its training step."""
-    directories = {preset: str(tmp_path_factory.mktemp(preset)) for preset in TRAINABLE}
-    results = run([case("mixed", preset, save=directories[preset]) for preset in TRAINABLE])
-    return {preset: (directories[preset], result) for preset, result in zip(TRAINABLE, results, strict=True)}
+    directories = {preset: str(tmp_path_factory.mktemp(preset)) for preset in GATES}
+    results = run([case("mixed", preset, save=directories[preset]) for preset in GATES])
+    return {preset: (directories[preset], result) for preset, result in zip(GATES, results, strict=True)}
 
 
 @pytest.mark.parametrize("layout", [Layout(ranks=4, tp=4, sp=True, ep=2), Layout(ranks=4, pp=2, vpp=2, ep=2)], ids=str)
 def test_one_saved_checkpoint(layout: Layout, checkpoints: dict[str, tuple[str, Result]]) -> None:
     """The weights that one process saved, loaded into another layout; with TP4 two ranks share a query group."""
-    results = run([case("mixed", preset, layout, load=checkpoints[preset][0]) for preset in TRAINABLE], layout)
-    for result, preset in zip(results, TRAINABLE, strict=True):
+    results = run([case("mixed", preset, layout, load=checkpoints[preset][0]) for preset in GATES], layout)
+    for result, preset in zip(results, GATES, strict=True):
         assert_same(result, checkpoints[preset][1])

@@ -1,6 +1,5 @@
 """Which modules a model is built of: Megatron's own, except where there is a gate or Megatron's would not do."""
 
-import re
 from unittest import mock
 
 import pytest
@@ -8,10 +7,9 @@ import torch
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megagate.errors import UserError
 from megagate.gate import PRESETS, GateConfig
 from megagate.model import builder
-from megagate.model.attention import TRAINABLE, GatedSelfAttention, check_trainable
+from megagate.model.attention import GatedSelfAttention
 from megagate.model.router import Router
 from megagate.model.specs import hybrid_stack_spec
 
@@ -20,8 +18,8 @@ def config(**settings) -> TransformerConfig:
     return TransformerConfig(num_layers=2, hidden_size=16, num_attention_heads=2, **settings)
 
 
-@pytest.mark.parametrize("preset", TRAINABLE)
-def test_only_a_gate_changes_the_attention_class(preset: str) -> None:
+@pytest.mark.parametrize("preset", PRESETS)
+def test_only_the_baseline_has_megatrons_the_attention_class(preset: str) -> None:
     attention = hybrid_stack_spec(config(), PRESETS[preset]).submodules.attention_layer.submodules.self_attention
     if preset == "baseline":
         assert attention.module is SelfAttention
@@ -45,28 +43,11 @@ def test_expert_layers_only_for_experts() -> None:
     assert experts.moe_layer.submodules.mlp.keywords["submodules"].router is Router
 
 
-@pytest.mark.parametrize("preset", [name for name in PRESETS if name not in TRAINABLE])
-def test_presets_without_an_attention_are_refused(preset: str) -> None:
-    sentence = f"the gate {preset} cannot be trained yet: use --gate-preset baseline, sdpa-elementwise or sdpa-headwise"
-    for refuse in (check_trainable, lambda gate: hybrid_stack_spec(config(), gate)):
-        with pytest.raises(UserError, match=re.escape(sentence)):
-            refuse(PRESETS[preset])
-
-
-def test_another_gate_is_refused_by_its_axes() -> None:
-    with pytest.raises(UserError, match=re.escape("the gate --gate-position value --gate-activation silu cannot be")):
-        check_trainable(GateConfig(position="value", activation="silu"))
-
-
-def test_another_row_alignment_is_the_same_gate() -> None:
-    check_trainable(GateConfig(position="sdpa", granularity="headwise", row_alignment=8))
-
-
-@pytest.mark.parametrize("preset", TRAINABLE)
-def test_the_config_says_whether_there_is_a_gate(preset: str) -> None:
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_config_says_whether_the_attention_output_changes(preset: str) -> None:
     with mock.patch.object(builder, "core_transformer_config_from_args", lambda args: config()):
         built = builder.transformer_config(None, PRESETS[preset])
-    assert built.attention_output_gate == (preset != "baseline")
+    assert built.attention_output_gate == preset.startswith("sdpa")
 
 
 def test_expert_parameters_reduce_over_expert_groups() -> None:
