@@ -16,5 +16,17 @@ hypothesis.settings.register_profile("megagate", deadline=None, derandomize=True
 hypothesis.settings.load_profile("megagate")
 
 
+PAIRS = "preset on layout"
+"""The property under which a test records which gate presets it compared on which layouts."""
+
+
+def pytest_terminal_summary(terminalreporter) -> None:
+    passed = terminalreporter.stats.get("passed", [])
+    lists = [value for report in passed for name, value in report.user_properties if name == PAIRS]
+    if lists:
+        pairs = {pair for compared in lists for pair in compared}
+        terminalreporter.write_line(f"{len(pairs)} pairs of gate preset and layout agree with one process")
+
+
 def pytest_sessionfinish() -> None:
     distributed.shutdown()

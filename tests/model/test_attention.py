@@ -3,41 +3,74 @@
 Everything is random, norms and biases of the projection too. The layer is the one that the model's spec builds.
 """
 
+from dataclasses import dataclass
+
 import pytest
 import torch
+from hypothesis import HealthCheck, assume, given, reject, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
-from megagate.gate import PRESETS, GateConfig, GateInput, GatePosition, QKVLayout, describe
+from megagate.errors import UserError
+from megagate.gate import (
+    PRESETS,
+    GateActivation,
+    GateCombine,
+    GateConfig,
+    GateGranularity,
+    GateInput,
+    GatePosition,
+    GateSharing,
+    QKVLayout,
+    describe,
+)
 from megagate.gate.functional import AttentionWeights, reference_attention, rotary_tables
 from megagate.model.attention import SHARDED_PARAMETERS
 from tests.distributed import run_distributed
 
-HIDDEN, HEADS, CHANNELS, SEQUENCE, BATCH = 24, 8, 8, 12, 2
+HIDDEN, SEQUENCE, BATCH = 24, 12, 2
 EPSILON = 1e-3  # large enough to matter
 ROTARY_BASE = 100.0
 OWN_PARAMETERS = {"gate_constant": "gate_constant", "linear_gate": "gate_output", "sdpa_norm_weight": "sdpa_norm"}
 """Parameters that only some gates have -> their field of the reference's weights."""
 
 
+@dataclass(frozen=True)
+class Layer:
+    """A gate, and the shape of the attention that has it."""
+
+    gate: GateConfig
+    groups: int
+    heads: int = 8
+    channels: int = 8
+
+    @property
+    def layout(self) -> QKVLayout:
+        return QKVLayout(self.heads, self.groups, self.channels, self.gate)
+
+    def __str__(self) -> str:
+        return f"{describe(self.gate)}, {self.heads} heads of {self.channels} in {self.groups} groups"
+
+
 def draw(shape: tuple[int, ...], seed: int, scale: float = 1.0) -> Tensor:
     return scale * torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-def random_weights(layout: QKVLayout) -> AttentionWeights:
+def random_weights(case: Layer) -> AttentionWeights:
     """Return weights that require gradients, in float64."""
-    gate = layout.gate
-    groups, gate_rows = layout.num_query_groups, layout.num_query_groups * layout.gate_rows
+    gate, heads, channels = case.gate, case.heads, case.channels
+    groups, gate_rows = case.groups, case.groups * case.layout.gate_rows
     weights = AttentionWeights(
-        query=draw((HEADS * CHANNELS, HIDDEN), 1, 0.3),
+        query=draw((heads * channels, HIDDEN), 1, 0.3),
         gate=draw((gate_rows, HIDDEN), 2, 0.3) if gate_rows else None,
-        key=draw((groups * CHANNELS, HIDDEN), 3, 0.3),
-        value=draw((groups * CHANNELS, HIDDEN), 4, 0.3),
-        output=draw((HIDDEN, HEADS * CHANNELS), 5, 0.3),
-        query_norm=1 + draw((CHANNELS,), 6, 0.3),
-        key_norm=1 + draw((CHANNELS,), 7, 0.3),
-        gate_constant=draw((HEADS, layout.gate_channels), 10) if gate.input == GateInput.CONSTANT else None,
+        key=draw((groups * channels, HIDDEN), 3, 0.3),
+        value=draw((groups * channels, HIDDEN), 4, 0.3),
+        output=draw((HIDDEN, heads * channels), 5, 0.3),
+        query_norm=1 + draw((channels,), 6, 0.3),
+        key_norm=1 + draw((channels,), 7, 0.3),
+        gate_constant=draw((heads, case.layout.gate_channels), 10) if gate.input == GateInput.CONSTANT else None,
         gate_output=draw((HIDDEN, HIDDEN), 11, 0.3) if gate.position == GatePosition.OUTPUT else None,
-        sdpa_norm=1 + draw((HEADS, CHANNELS), 12, 0.3) if gate.sdpa_output_norm else None,
+        sdpa_norm=1 + draw((heads, channels), 12, 0.3) if gate.sdpa_output_norm else None,
     )
     for weight in vars(weights).values():
         if weight is not None:
@@ -45,18 +78,16 @@ def random_weights(layout: QKVLayout) -> AttentionWeights:
     return weights
 
 
-def expected_results(gate: GateConfig, groups: int) -> dict[str, Tensor]:
+def expected_results(case: Layer) -> dict[str, Tensor]:
     """Return the reference's output and gradients, named as `layer_results` names them."""
-    layout = QKVLayout(HEADS, groups, CHANNELS, gate)
-    weights, hidden = random_weights(layout), draw((SEQUENCE, BATCH, HIDDEN), 8).requires_grad_()
-    rotary = rotary_tables(torch.arange(SEQUENCE, dtype=torch.float64), CHANNELS, ROTARY_BASE)
+    weights, hidden = random_weights(case), draw((SEQUENCE, BATCH, HIDDEN), 8).requires_grad_()
     output = reference_attention(
         hidden,
         weights,
-        gate,
-        num_attention_heads=HEADS,
-        num_query_groups=groups,
-        rotary=rotary,
+        case.gate,
+        num_attention_heads=case.heads,
+        num_query_groups=case.groups,
+        rotary=rotary_tables(torch.arange(SEQUENCE, dtype=torch.float64), case.channels, ROTARY_BASE),
         norm_epsilon=EPSILON,
     )
     output.backward(draw(output.shape, 9))
@@ -66,7 +97,7 @@ def expected_results(gate: GateConfig, groups: int) -> dict[str, Tensor]:
     results = {
         "output": output.detach(),
         "hidden": hidden.grad,
-        "linear_qkv": layout.merge_weight(*gradients),
+        "linear_qkv": case.layout.merge_weight(*gradients),
         "linear_proj": weights.output.grad,
         "q_layernorm": weights.query_norm.grad,
         "k_layernorm": weights.key_norm.grad,
@@ -76,7 +107,7 @@ def expected_results(gate: GateConfig, groups: int) -> dict[str, Tensor]:
 
 
 def layer_results(
-    gate: GateConfig, groups: int, tensor_parallel: int, dtype: torch.dtype, recompute_gate: bool = False
+    case: Layer, tensor_parallel: int, dtype: torch.dtype, recompute_gate: bool = False
 ) -> dict[str, Tensor]:
     """Return this rank's output and gradients of the layer, named by parameter."""
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -88,34 +119,33 @@ def layer_results(
     config = TransformerConfig(
         num_layers=1,
         hidden_size=HIDDEN,
-        num_attention_heads=HEADS,
-        num_query_groups=groups,
-        kv_channels=CHANNELS,
+        num_attention_heads=case.heads,
+        num_query_groups=case.groups,
+        kv_channels=case.channels,
         normalization="RMSNorm",
         qk_layernorm=True,
         layernorm_epsilon=EPSILON,
         add_bias_linear=False,
         attention_dropout=0.0,
-        attention_output_gate=gate.acts_on_sdpa_output,
+        attention_output_gate=case.gate.acts_on_sdpa_output,
         tensor_model_parallel_size=tensor_parallel,
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         use_cpu_initialization=True,
     )
-    stack = hybrid_stack_spec(config, gate, recompute_gate=recompute_gate)
+    stack = hybrid_stack_spec(config, case.gate, recompute_gate=recompute_gate)
     spec = stack.submodules.attention_layer.submodules.self_attention
     collection = ProcessGroupCollection.use_mpu_process_groups()
     layer = build_module(spec, config=config, layer_number=1, pg_collection=collection)
 
-    layout, rank = QKVLayout(HEADS, groups, CHANNELS, gate), torch.distributed.get_rank()
-    weights = random_weights(layout)
-    merged = layout.merge_weight(weights.query, weights.gate, weights.key, weights.value)
+    weights, rank = random_weights(case), torch.distributed.get_rank()
+    merged = case.layout.merge_weight(weights.query, weights.gate, weights.key, weights.value)
     with torch.no_grad():
         layer.linear_qkv.weight.copy_(merged.chunk(tensor_parallel)[rank])
         layer.linear_proj.weight.copy_(weights.output.chunk(tensor_parallel, dim=1)[rank])
         layer.q_layernorm.weight.copy_(weights.query_norm)
         layer.k_layernorm.weight.copy_(weights.key_norm)
-        if gate.position == GatePosition.OUTPUT:
+        if case.gate.position == GatePosition.OUTPUT:
             layer.linear_gate.weight.copy_(weights.gate_output)
         for name in SHARDED_PARAMETERS:
             whole = getattr(weights, OWN_PARAMETERS[name])
@@ -123,7 +153,7 @@ def layer_results(
                 getattr(layer, name).copy_(whole.flatten().chunk(tensor_parallel)[rank])
 
     hidden = draw((SEQUENCE, BATCH, HIDDEN), 8).to(dtype).requires_grad_()
-    exponents = torch.arange(0, CHANNELS, 2, dtype=torch.float64) / CHANNELS
+    exponents = torch.arange(0, case.channels, 2, dtype=torch.float64) / case.channels
     angles = torch.outer(torch.arange(SEQUENCE, dtype=torch.float64), ROTARY_BASE**-exponents)
     rotary = torch.cat((angles, angles), dim=-1)[:, None, None, :]  # what Megatron hands to its layers
     output, bias = layer(hidden, attention_mask=None, rotary_pos_emb=rotary)
@@ -134,7 +164,7 @@ def layer_results(
     return {"output": output.detach(), "hidden": hidden.grad} | gradients
 
 
-def assembled(ranks: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+def assembled(ranks: list[dict[str, Tensor]], heads: int = 8) -> dict[str, Tensor]:
     """Join the ranks' shards; head norms see a rank's own heads only, so their gradients are parts of a sum."""
     for result in ranks[1:]:
         assert torch.equal(result["output"], ranks[0]["output"])
@@ -146,7 +176,7 @@ def assembled(ranks: list[dict[str, Tensor]]) -> dict[str, Tensor]:
         own["linear_gate"] = ranks[0]["linear_gate"]
     for name in SHARDED_PARAMETERS:
         if name in ranks[0]:
-            own[name] = torch.cat([result[name] for result in ranks]).view(HEADS, -1)
+            own[name] = torch.cat([result[name] for result in ranks]).view(heads, -1)
     return own | {
         "output": ranks[0]["output"],
         "hidden": ranks[0]["hidden"],
@@ -167,14 +197,14 @@ def worst(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[float
 
 
 def all_layers(
-    cases: list[tuple[GateConfig, int]], tensor_parallel: int, dtype: torch.dtype, recompute_gate: bool = False
+    cases: list[Layer], tensor_parallel: int, dtype: torch.dtype, recompute_gate: bool = False
 ) -> list[dict[str, Tensor]]:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     parallel_state.initialize_model_parallel(tensor_parallel)
     model_parallel_cuda_manual_seed(1)
-    return [layer_results(gate, groups, tensor_parallel, dtype, recompute_gate) for gate, groups in cases]
+    return [layer_results(case, tensor_parallel, dtype, recompute_gate) for case in cases]
 
 
 # Combinations that are no row of the paper's tables: the axes are free.
@@ -188,33 +218,70 @@ COMBINATIONS = [
     GateConfig(position="output", combine="add", activation="silu"),
     GateConfig(position="sdpa", granularity="headwise", row_alignment=3),
 ]
-CASES = [(PRESETS[preset], groups) for preset in PRESETS for groups in (1, 2, 8)]
-CASES += [(gate, 2) for gate in COMBINATIONS]
+CASES = [Layer(gate, groups) for gate in PRESETS.values() for groups in (1, 2, 8)]
+CASES += [Layer(gate, 2) for gate in COMBINATIONS]
+
+
+def compare(cases: list[Layer], tensor_parallel: int, dtype: torch.dtype, tolerance: float, **settings: bool) -> None:
+    """Compare the layers' outputs and gradients, put together from the ranks, with the reference's."""
+    ranks = run_distributed(all_layers, tensor_parallel, cases, tensor_parallel, dtype, *settings.values(), timeout=100)
+    for index, case in enumerate(cases):
+        actual = assembled([rank[index] for rank in ranks], case.heads)
+        error, name = worst(actual, expected_results(case))
+        assert error <= tolerance, f"{case}: {name} differs by {error:.1e}"
+        assert torch.count_nonzero(actual["linear_qkv"][case.layout.padding_row_mask()]) == 0
 
 
 @pytest.mark.parametrize("recompute_gate", [False, True], ids=["stored", "rebuilt"])
 @pytest.mark.parametrize("tensor_parallel", [1, 2, 4])
 def test_layer(tensor_parallel: int, recompute_gate: bool) -> None:
     """Fewer groups than ranks, as many, and more; in float64, so that nothing hides in rounding."""
-    cases = [(gate, groups) for gate, groups in CASES if not (recompute_gate and gate.is_baseline)]
-    ranks = run_distributed(
-        all_layers, tensor_parallel, cases, tensor_parallel, torch.float64, recompute_gate, timeout=100
-    )
-    for index, (gate, groups) in enumerate(cases):
-        actual = assembled([rank[index] for rank in ranks])
-        error, name = worst(actual, expected_results(gate, groups))
-        assert error <= 1e-12, f"{describe(gate)}, {groups} groups: {name} differs by {error:.1e}"
-        padding = QKVLayout(HEADS, groups, CHANNELS, gate).padding_row_mask()
-        assert torch.count_nonzero(actual["linear_qkv"][padding]) == 0
+    cases = [case for case in CASES if not (recompute_gate and case.gate.is_baseline)]
+    compare(cases, tensor_parallel, torch.float64, 1e-12, recompute_gate=recompute_gate)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
 def test_precision(dtype: torch.dtype, tolerance: float) -> None:
-    cases = [(gate, 2) for gate in PRESETS.values()]
-    ranks = run_distributed(all_layers, 2, cases, 2, dtype, timeout=60)
-    for index, (gate, groups) in enumerate(cases):
-        error, name = worst(assembled([rank[index] for rank in ranks]), expected_results(gate, groups))
-        assert error <= tolerance, f"{describe(gate)}: {name} differs by {error:.1e}"
+    compare([Layer(gate, 2) for gate in PRESETS.values()], 2, dtype, tolerance)
+
+
+def gates() -> st.SearchStrategy[GateConfig]:
+    """Every gate that GateConfig allows, with any padding."""
+
+    def build(**axes: object) -> GateConfig:
+        try:
+            return GateConfig(**axes)
+        except UserError:
+            reject()
+
+    axes = {
+        "position": st.sampled_from(list(GatePosition)),
+        "granularity": st.sampled_from(list(GateGranularity)),
+        "sharing": st.sampled_from(list(GateSharing)),
+        "combine": st.sampled_from(list(GateCombine)),
+        "activation": st.sampled_from(list(GateActivation)),
+        "input": st.sampled_from(list(GateInput)),
+        "row_alignment": st.sampled_from([4, 8, 12]),
+    }
+    return st.one_of(st.builds(build, **axes), st.sampled_from(list(PRESETS.values())))
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
+@given(
+    gate=gates(),
+    tensor_parallel=st.sampled_from([1, 2, 4]),
+    groups=st.sampled_from([1, 2, 4]),
+    heads_per_group=st.integers(1, 4),
+    channels=st.sampled_from([2, 4, 6]),
+)
+def test_any_gate_and_shape(
+    gate: GateConfig, tensor_parallel: int, groups: int, heads_per_group: int, channels: int
+) -> None:
+    heads = groups * heads_per_group
+    assume(heads % tensor_parallel == 0)
+    case = Layer(gate, groups, heads, channels)
+    assume(case.layout.total_rows % tensor_parallel == 0)
+    compare([case], tensor_parallel, torch.float64, 1e-12)
 
 
 def megatron_rotary(channels: int, base: float) -> Tensor:
@@ -229,7 +296,7 @@ def megatron_rotary(channels: int, base: float) -> Tensor:
 
 
 def test_rotary_angles_are_megatrons() -> None:
-    angles = run_distributed(megatron_rotary, 1, CHANNELS, ROTARY_BASE, timeout=60)[0][:, 0, 0]
-    cos, sin = rotary_tables(torch.arange(SEQUENCE, dtype=torch.float64), CHANNELS, ROTARY_BASE)
+    angles = run_distributed(megatron_rotary, 1, 8, ROTARY_BASE, timeout=60)[0][:, 0, 0]
+    cos, sin = rotary_tables(torch.arange(SEQUENCE, dtype=torch.float64), 8, ROTARY_BASE)
     torch.testing.assert_close(angles.double().cos(), cos, rtol=0, atol=1e-5)
     torch.testing.assert_close(angles.double().sin(), sin, rtol=0, atol=1e-5)

@@ -10,16 +10,30 @@ layout; only `test_micro_batch_split` splits them otherwise, with the losses tha
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
 import torch
 
 from megagate.gate import PRESETS, QKVLayout
+from tests.conftest import PAIRS
 from tests.distributed import run_distributed
 from tests.model.training import GLOBAL_BATCH, Case, Result, assemble, train_all, worst_error
 
 GATES = list(PRESETS)
+MAIN_GATES = GATES[:3]
+# One for each way a gate is computed: its place, a mean over all heads, a parameter of its own.
+KINDS = [
+    "sdpa-elementwise-shared",
+    "value-headwise",
+    "key-elementwise",
+    "query-elementwise",
+    "output-elementwise",
+    "sdpa-constant",
+    "sdpa-rmsnorm",
+    "sdpa-silu",
+]
 TOLERANCE = 1e-5
 # A parameter is of order 1 and its update of order 0.01, so that rounding the parameter costs 1e-5 of the update.
 UPDATE_TOLERANCE = 1e-4
@@ -127,9 +141,9 @@ def case(model: str, preset: str, layout: Layout | None = None, extra: str = "",
     return Case(flags=flags, **settings)
 
 
-def run(cases: list[Case], layout: Layout | None = None) -> list[Result]:
+def run(cases: list[Case], layout: Layout | None = None, timeout: int = TIMEOUT) -> list[Result]:
     """Train the cases on the ranks of the layout, or on one."""
-    ranks = run_distributed(train_all, layout.ranks if layout else 1, cases, timeout=TIMEOUT)
+    ranks = run_distributed(train_all, layout.ranks if layout else 1, cases, timeout=timeout)
     return [assemble([rank[index] for rank in ranks]) for index in range(len(cases))]
 
 
@@ -151,56 +165,84 @@ def assert_same(actual: Result, expected: Result) -> None:
     assert actual.grad_norm == pytest.approx(expected.grad_norm, rel=TOLERANCE)
 
 
-def compare(layout: Layout, choices: list[tuple[str, str]], extra: str = "", **settings) -> None:
-    """Compare the models and presets of `choices` on the layout with one process."""
-    actual = run([case(model, preset, layout, extra, **settings) for model, preset in choices], layout)
+def compare(
+    layout: Layout, choices: list[tuple[str, str]], extra: str = "", timeout: int = TIMEOUT, **settings
+) -> list[str]:
+    """Compare the models and presets of `choices` on the layout with one process; return the pairs compared."""
+    cases = [case(model, preset, layout, extra, **settings) for model, preset in choices]
+    actual = run(cases, layout, timeout)
     for result, (model, preset) in zip(actual, choices, strict=True):
         try:
             assert_same(result, one_process(model, preset, extra, **settings))
         except AssertionError as error:
             error.add_note(f"{model}, {preset}, on {layout}")
             raise
+    return [f"{preset} on {layout}" for _, preset in choices]
+
+
+def models_for(layout: Layout) -> list[str]:
+    return [model for model in MODELS if layout.takes(model)]
 
 
 def slice_of_matrix(index: int) -> list[tuple[str, str]]:
     """Return two (model, preset) for a layout; models and presets take turns over the layouts."""
-    models = [model for model in MODELS if LAYOUTS[index].takes(model)]
-    chosen = [models[(index + turn) % len(models)] for turn in range(2)]
-    return [(model, GATES[(2 * index + 1 + turn) % len(GATES)]) for turn, model in enumerate(chosen)]
+    models = models_for(LAYOUTS[index])
+    return [(models[(index + turn) % len(models)], GATES[(2 * index + 1 + turn) % len(GATES)]) for turn in range(2)]
 
 
 @pytest.mark.parametrize("index", range(len(LAYOUTS)), ids=[str(layout) for layout in LAYOUTS])
-def test_layout(index: int) -> None:
-    compare(LAYOUTS[index], slice_of_matrix(index))
+def test_layout(index: int, record_property: Callable[[str, object], None]) -> None:
+    record_property(PAIRS, compare(LAYOUTS[index], slice_of_matrix(index)))
+
+
+@pytest.mark.parametrize(
+    ("layout", "model"),
+    [(Layout(ranks=4, tp=4, sp=True, ep=2), "mixed"), (Layout(ranks=4, tp=4), "dense-untied")],
+    ids=lambda value: str(value),
+)
+def test_every_gate_with_ranks_that_share_a_group(
+    layout: Layout, model: str, record_property: Callable[[str, object], None]
+) -> None:
+    """The hardest place for a gate: heads of one group on two ranks, with tokens cut over ranks and whole."""
+    record_property(PAIRS, compare(layout, [(model, preset) for preset in GATES], timeout=300))
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("index", range(len(LAYOUTS)), ids=[str(layout) for layout in LAYOUTS])
+def test_every_gate(index: int, record_property: Callable[[str, object], None]) -> None:
+    """The whole matrix of gates and layouts; models take turns."""
+    models = models_for(LAYOUTS[index])
+    choices = [(models[(index + turn) % len(models)], preset) for turn, preset in enumerate(GATES)]
+    record_property(PAIRS, compare(LAYOUTS[index], choices, timeout=600))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("model", MODELS)
-def test_every_preset_and_model(layout: Layout, model: str) -> None:
+def test_every_model(layout: Layout, model: str) -> None:
     if not layout.takes(model):
         pytest.skip("not a model for this layout")
-    compare(layout, [(model, preset) for preset in GATES])
+    compare(layout, [(model, preset) for preset in MAIN_GATES])
 
 
-def test_the_slice_covers_each_preset_with_each_kind_of_parallelism() -> None:
+def test_the_slice_covers_each_kind_of_parallelism_with_many_gates() -> None:
     chosen = [(layout, *choice) for index, layout in enumerate(LAYOUTS) for choice in slice_of_matrix(index)]
-    assert {(model, preset) for _, model, preset in chosen} == {
-        (model, preset) for model in MODELS for preset in GATES
-    }
+    for model in MODELS:
+        assert len({preset for _, other, preset in chosen if other == model}) >= 4, model
+    for dimension in ("tp", "sp", "pp", "vpp", "cp", "ep", "etp", "dp"):
+        wide = [preset for layout, _, preset in chosen if int(getattr(layout, dimension)) > (dimension != "sp")]
+        assert len(set(wide)) >= 4, dimension
     for preset in GATES:
-        layouts = [(layout, model) for layout, model, other in chosen if other == preset]
-        for dimension in ("tp", "sp", "pp", "vpp", "cp", "ep", "etp", "dp"):
-            assert any(int(getattr(layout, dimension)) > (dimension != "sp") for layout, _ in layouts), dimension
-        assert any(layout.tp > 2 and "--num-query-groups 2" in MODELS[model] for layout, model in layouts), preset
+        assert sum(other == preset for _, _, other in chosen) >= 3, preset
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_no_gradient_is_zero(model: str) -> None:
+@pytest.mark.parametrize("preset", GATES)
+def test_no_gradient_is_zero(preset: str) -> None:
     """Only what a model cannot learn from has none; a comparison of zeros would show nothing."""
-    gradients = one_process(model, "sdpa-headwise").gradients
-    gate = QKVLayout(8, 2 if "--num-query-groups 2" in MODELS[model] else 4, 8, PRESETS["sdpa-headwise"])
-    for name, gradient in gradients.items():
+    model = list(MODELS)[GATES.index(preset) % len(MODELS)]
+    gate = QKVLayout(8, 2 if "--num-query-groups 2" in MODELS[model] else 4, 8, PRESETS[preset])
+    for name, gradient in one_process(model, preset).gradients.items():
         rows = gradient.flatten(1).abs().amax(dim=1) if gradient.dim() > 1 else gradient.abs()
         if "linear_qkv" in name:
             assert torch.equal(rows == 0, gate.padding_row_mask()), name
@@ -210,7 +252,7 @@ def test_no_gradient_is_zero(model: str) -> None:
             assert rows.min() > 0, name
 
 
-@pytest.mark.parametrize("preset", GATES)
+@pytest.mark.parametrize("preset", MAIN_GATES)
 def test_micro_batch_split(preset: str) -> None:
     """With seq_aux_loss, which is a mean over sequences; the other two are functions of a whole micro batch."""
     sizes = (1, 4, GLOBAL_BATCH)
@@ -232,7 +274,7 @@ PER_TOKEN = [
 def test_masked_tokens(index: int) -> None:
     """With --calculate-per-token-loss every token that counts has the same weight, wherever it is."""
     layout, model = PER_TOKEN[index], WITH_EXPERTS[index % 2]
-    compare(layout, [(model, GATES[index % 3])], "--calculate-per-token-loss", mask_loss=True)
+    compare(layout, [(model, KINDS[index])], "--calculate-per-token-loss", mask_loss=True)
 
 
 def test_masked_tokens_and_micro_batch_split() -> None:
@@ -299,13 +341,46 @@ DISTRIBUTED_OPTIMIZER = [
 )
 def test_distributed_optimizer(index: int) -> None:
     """Two steps of AdamW with weight decay; gradients are sharded, so the updated parameters are compared."""
-    layout, model, preset = DISTRIBUTED_OPTIMIZER[index], WITH_EXPERTS[index % 2], GATES[(index + 1) % 3]
+    layout, model, preset = DISTRIBUTED_OPTIMIZER[index], WITH_EXPERTS[index % 2], KINDS[-1 - index]
     expected = one_process(model, preset, steps=2)
     result = run([case(model, preset, layout, "--use-distributed-optimizer", steps=2)], layout)[0]
     assert result.losses == pytest.approx(expected.losses, rel=TOLERANCE)
     assert result.grad_norm == pytest.approx(expected.grad_norm, rel=TOLERANCE)
     error, name = worst_error(result.updates, expected.updates)
     assert error <= UPDATE_TOLERANCE, f"the update of {name} differs by {error:.1e}"
+
+
+RECOMPUTE = {
+    "full": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    "core attention": "--recompute-granularity selective --recompute-modules core_attn",
+    "gate": "--recompute-granularity selective --recompute-modules gate",
+    "gate and core attention": "--recompute-granularity selective --recompute-modules core_attn gate",
+}
+
+
+@pytest.mark.parametrize("index", range(len(RECOMPUTE)), ids=list(RECOMPUTE))
+def test_recompute(index: int) -> None:
+    """Recomputing changes no result, with and without random numbers to draw again."""
+    flags = list(RECOMPUTE.values())[index]
+    layout, dropout = Layout(ranks=2, tp=2, sp=True), "--attention-dropout 0.2 --hidden-dropout 0.1"
+    cases = [case("mixed", preset, layout, flags) for preset in KINDS]
+    plain = [case("mixed", preset, layout, dropout) for preset in KINDS]
+    results = run([*cases, *plain, *[case("mixed", preset, layout, f"{flags} {dropout}") for preset in KINDS]], layout)
+    for turn, preset in enumerate(KINDS):
+        assert_same(results[turn], one_process("mixed", preset))
+        assert_same(results[turn + 2 * len(KINDS)], results[turn + len(KINDS)])
+
+
+@pytest.mark.parametrize("layout", [Layout(ranks=4, tp=4, sp=True), Layout(ranks=4, pp=2, cp=2)], ids=str)
+def test_bf16(layout: Layout) -> None:
+    """As good as 8 bits are; a gradient summed twice or not at all is off by half. Experts are chosen by rounding."""
+    results = run([case("dense-untied", preset, layout, "--bf16") for preset in KINDS], layout)
+    for preset, result in zip(KINDS, results, strict=True):
+        expected = one_process("dense-untied", preset)
+        assert result.losses == pytest.approx(expected.losses, rel=1e-2), preset
+        assert result.grad_norm == pytest.approx(expected.grad_norm, rel=3e-2), preset
+        error, name = worst_error(result.gradients, expected.gradients)
+        assert error <= 0.15, f"{preset}: the gradient of {name} differs by {error:.1e}"
 
 
 def test_padding_rows_stay_zero() -> None:
@@ -324,13 +399,14 @@ def test_padding_rows_stay_zero() -> None:
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, Result]]:
     """For each preset a checkpoint of the weights that one process wrote, and its training step."""
     directories = {preset: str(tmp_path_factory.mktemp(preset)) for preset in GATES}
-    results = run([case("mixed", preset, save=directories[preset]) for preset in GATES])
+    results = run([case("mixed", preset, save=directories[preset]) for preset in GATES], timeout=300)
     return {preset: (directories[preset], result) for preset, result in zip(GATES, results, strict=True)}
 
 
 @pytest.mark.parametrize("layout", [Layout(ranks=4, tp=4, sp=True, ep=2), Layout(ranks=4, pp=2, vpp=2, ep=2)], ids=str)
 def test_one_saved_checkpoint(layout: Layout, checkpoints: dict[str, tuple[str, Result]]) -> None:
     """The weights that one process saved, loaded into another layout; with TP4 two ranks share a query group."""
-    results = run([case("mixed", preset, layout, load=checkpoints[preset][0]) for preset in GATES], layout)
+    cases = [case("mixed", preset, layout, load=checkpoints[preset][0]) for preset in GATES]
+    results = run(cases, layout, timeout=300)
     for result, preset in zip(results, GATES, strict=True):
         assert_same(result, checkpoints[preset][1])
