@@ -5,8 +5,10 @@ messages are the flags' own names.
 """
 
 import argparse
+import math
 
 from megagate.errors import UserError
+from megagate.gate import QKVLayout, gate_config_from_args
 from megagate.model.pattern import BOUNDARY
 
 
@@ -72,6 +74,13 @@ def _check_attention(args: argparse.Namespace) -> None:
         _require_divisible(args.ffn_hidden_size, "--ffn-hidden-size", tensor, "--tensor-model-parallel-size")
     if args.kv_channels is None:
         _require_divisible(args.hidden_size, "--hidden-size", heads, "--num-attention-heads")
+    kv_channels = args.kv_channels or args.hidden_size // heads
+    rows = QKVLayout(heads, groups, kv_channels, gate_config_from_args(args)).total_rows
+    if rows % tensor:
+        raise UserError(
+            f"linear_qkv has {rows} rows, the gate's included, which --tensor-model-parallel-size {tensor} does not "
+            f"divide: change --gate-row-alignment to a multiple of {tensor // math.gcd(groups, tensor)}"
+        )
 
 
 def _check_experts(args: argparse.Namespace) -> None:

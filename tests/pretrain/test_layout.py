@@ -29,6 +29,14 @@ MOE = [*MODEL, *EXPERTS, *RUN]
             [*MOE, "--tensor-model-parallel-size", "2"],
             r"experts with .* 2 are trained only under --sequence-parallel",
         ),
+        (
+            8,
+            [
+                *DENSE,
+                *"--gate-preset sdpa-headwise --gate-row-alignment 3 --tensor-model-parallel-size 8".split(),
+            ],
+            r"linear_qkv has 140 rows, .* 8 does not divide: change --gate-row-alignment to a multiple of 2",
+        ),
         (3, [*MOE, "--expert-model-parallel-size", "3"], r"--num-experts is 4, which .* 3 does not divide"),
         (1, [flag for flag in MOE if flag != "--disable-bias-linear"], r"add --disable-bias-linear"),
         (1, [*MOE, "--moe-router-topk", "5"], r"--moe-router-topk 5 is larger than --num-experts 4"),
