@@ -12,7 +12,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megagate.gate.functional import gate_scores
 from megagate.model.attention import GatedSelfAttention
 
 
@@ -41,28 +40,22 @@ def observe_gate_scores(model: torch.nn.Module) -> Iterator[list[LayerScores]]:
     Returns:
         One entry per gated attention layer, in the model's order; empty for a model without gates.
     """
-    gated = [module for module in model.modules() if isinstance(module, GatedSelfAttention)]
+    layers = (module for module in model.modules() if isinstance(module, GatedSelfAttention))
+    gated = [layer for layer in layers if layer.gate.has_gate]
     observed = [(attention, LayerScores(attention.layer_number)) for attention in gated]
-    for attention, scores in observed:
+    for attention, sums in observed:
         # An instance attribute hides the class's method until it is deleted.
-        observer = partial(_observe, attention, attention._apply_output_gate, scores)
-        attention._apply_output_gate = observer  # type: ignore[method-assign]
+        attention.scores = partial(_observe, attention.scores, sums)  # type: ignore[method-assign]
     try:
-        yield [scores for _, scores in observed]
+        yield [sums for _, sums in observed]
     finally:
         for attention, _ in observed:
-            del attention._apply_output_gate
+            del attention.scores
 
 
-def _observe(
-    attention: GatedSelfAttention,
-    apply: Callable[[Tensor, Tensor], Tensor],
-    scores: LayerScores,
-    x: Tensor,
-    gate: Tensor,
-) -> Tensor:
-    """Add the scores of the logits `gate` [s, b, h, t], and gate `x` as the layer does."""
-    values = gate_scores(gate, attention.gate)
-    scores.total += values.sum(dtype=torch.float64).item()
-    scores.count += values.numel()
-    return apply(x, gate)
+def _observe(scores: Callable[[Tensor], Tensor], sums: LayerScores, logits: Tensor) -> Tensor:
+    """Compute the scores as the layer does, and add them up."""
+    values = scores(logits)
+    sums.total += values.sum(dtype=torch.float64).item()
+    sums.count += values.numel()
+    return values

@@ -189,6 +189,11 @@ class GateConfig:
         )
 
     @property
+    def is_on_query_heads(self) -> bool:
+        """Whether the gated tensor has the query heads, rather than the key and value heads or none."""
+        return self.position in (GatePosition.SDPA, GatePosition.QUERY)
+
+    @property
     def is_fused(self) -> bool:
         """Whether the gate's logits are rows of linear_qkv, rather than a parameter of the gate's own."""
         return self.has_gate and self.position != GatePosition.OUTPUT and self.input == GateInput.HIDDEN
@@ -197,8 +202,7 @@ class GateConfig:
         """Return how many rows of linear_qkv, padding not counted, are gate rows in the block of one KV group."""
         if not self.is_fused:
             return 0
-        on_query_heads = self.position in (GatePosition.SDPA, GatePosition.QUERY)
-        heads = num_attention_heads // num_query_groups if on_query_heads else 1
+        heads = num_attention_heads // num_query_groups if self.is_on_query_heads else 1
         return heads * (kv_channels if self.granularity == GateGranularity.ELEMENTWISE else 1)
 
     def added_parameters(

@@ -27,8 +27,8 @@ from megagate.gate.config import GateConfig, GateGranularity
 class QKVActivations(NamedTuple):
     """The parts of one linear_qkv output, heads separated, padding dropped."""
 
-    query: Tensor  # [..., g'*r, d]
-    gate: Tensor | None  # [..., g'*r, t] for sdpa and query gates, [..., g', t] for value and key gates
+    query: Tensor  # [..., g', r, d]
+    gate: Tensor | None  # [..., g', r, t] for sdpa and query gates, [..., g', t] for value and key gates
     key: Tensor  # [..., g', d]
     value: Tensor  # [..., g', d]
 
@@ -111,20 +111,20 @@ class QKVLayout:
             mixed: [..., g'*rows_per_group], any dtype; the blocks of whole groups, all of them or a rank's.
 
         Returns:
-            Query [..., g'*r, d], gate logits [..., heads, t] or None, key and value [..., g', d]. The logits have the
-            head dimension of the tensor they gate, so they broadcast over it. Key, value and value or key gates are
-            views of `mixed`; query and sdpa or query gates are copies unless g' or r is 1.
+            Query [..., g', r, d], gate logits [..., heads, t] or None, key and value [..., g', d], all of them views of
+            `mixed`. The logits have the head dimensions of the tensor they gate, so they broadcast over it.
 
         Raises:
             ValueError: the last dimension is not a whole number of blocks.
         """
         blocks = self._blocks(mixed, -1)  # [..., g', rows_per_group]
         query, gate, _, key, value = torch.split(blocks, self._sections, dim=-1)
-        lead = mixed.shape[:-1]
-        query = query.reshape(*lead, -1, self.kv_channels)  # [..., g', r*d] -> [..., g'*r, d]
+        query = query.unflatten(-1, (self.heads_per_group, self.kv_channels))
         if not self.gate_rows:
             return QKVActivations(query, None, key, value)
-        return QKVActivations(query, gate.reshape(*lead, -1, self.gate_channels), key, value)
+        if self.gate.is_on_query_heads:
+            gate = gate.unflatten(-1, (-1, self.gate_channels))
+        return QKVActivations(query, gate, key, value)
 
     def split_weight(self, weight: Tensor) -> QKVWeights:
         """Separate a linear_qkv weight [g'*rows_per_group, H], or bias [g'*rows_per_group], by rows.

@@ -149,7 +149,7 @@ class GatedSelfAttention(SelfAttention):
             split_qkv: always true here; unsplit rows are for Megatron's fused rotary embedding.
 
         Returns:
-            query [s, b, h, d], key and value [s, b, g, d], and, with `output_gate`, gate logits [s, b, h, t] or what
+            query [s, b, h, d], key and value [s, b, g, d], and, with `output_gate`, gate logits [s, b, g, r, t] or what
             stands for them.
         """
         mixed, _ = self.linear_qkv(hidden_states)
@@ -164,9 +164,9 @@ class GatedSelfAttention(SelfAttention):
         if ranks_per_group > 1:
             heads = self.layout.heads_per_group // ranks_per_group
             first = rank % ranks_per_group * heads
-            query = query.narrow(2, first, heads)
-            if logits is not None and logits.shape[2] > 1:  # of query heads: the group has one key and one value head
-                logits = logits.narrow(2, first, heads)
+            query = query.narrow(3, first, heads)
+            if logits is not None and self.gate.is_on_query_heads:
+                logits = logits.narrow(3, first, heads)
         match self.gate.position, logits:
             case GatePosition.QUERY, Tensor():
                 query = self._gated(query, logits)
@@ -174,6 +174,7 @@ class GatedSelfAttention(SelfAttention):
                 key = self._gated(key, logits)
             case GatePosition.VALUE, Tensor():
                 value = self._gated(value, logits)
+        query = query.flatten(2, 3)  # [s, b, g, r, d] -> [s, b, h, d]
         if self.q_layernorm is not None:
             query = self.q_layernorm(query)
         if self.k_layernorm is not None:
@@ -181,25 +182,24 @@ class GatedSelfAttention(SelfAttention):
         if not output_gate:
             return query, key, value
         if self.gate.input == GateInput.CONSTANT:
-            logits = self.gate_constant.unflatten(0, (-1, self.layout.gate_channels))
+            logits = self.gate_constant.view(1, 1, -1, self.layout.gate_channels)
         # Megatron calls _apply_output_gate only if there is something to hand to it.
         return query, key, value, query.new_empty(0) if logits is None else logits
 
     def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
         """Change the attention output x [s, b, h*d] as the config says; keeps its dtype.
 
-        `gate` holds the logits [s, b, h, t], of the input-independent gate [h, t]; the baselines do not read it.
+        `gate` holds the logits [s, b, g, r, t], of the input-independent gate [1, 1, h, t]; the baselines do not read
+        it.
         """
-        heads = x.unflatten(-1, (-1, self.config.kv_channels))  # [s, b, h, d]
+        channels = self.config.kv_channels
         if self.gate.has_gate:
-            gated = self._gated(heads, gate)
-        elif self.gate.sdpa_output_norm:
-            weight = self.sdpa_norm_weight.unflatten(0, (-1, self.config.kv_channels))
-            gated = self._rebuildable(self._normed, heads, weight)
-        else:
-            assert self.gate.sdpa_output_activation == SdpaOutputActivation.SILU
-            gated = self._rebuildable(nn.functional.silu, heads)
-        return gated.flatten(2)
+            return self._gated(x.unflatten(-1, (*gate.shape[2:-1], channels)), gate).flatten(2)
+        if self.gate.sdpa_output_norm:
+            weight = self.sdpa_norm_weight.view(-1, channels)
+            return self._rebuildable(self._normed, x.unflatten(-1, (-1, channels)), weight).flatten(2)
+        assert self.gate.sdpa_output_activation == SdpaOutputActivation.SILU
+        return self._rebuildable(nn.functional.silu, x)
 
     def _normed(self, heads: Tensor, weight: Tensor) -> Tensor:
         if self.config.layernorm_zero_centered_gamma:
@@ -207,25 +207,26 @@ class GatedSelfAttention(SelfAttention):
         return per_head_rms_norm(heads, weight, self.config.layernorm_epsilon)
 
     def _gated(self, y: Tensor, logits: Tensor) -> Tensor:
-        """Gate y [..., heads, d] with the logits [..., heads, t], or the block's output [..., H] with [..., H]."""
+        """Gate y [s, b, *heads, d] with the logits [s, b, *heads, t]; the output gate has no heads."""
         if self.gate.sharing == GateSharing.HEAD_SHARED:
-            return self._rebuildable(self._combined, y, self._scores(logits))
-        return self._rebuildable(lambda y, logits: self._combined(y, self._scores(logits)), y, logits)
+            return self._rebuildable(self._combined, y, self.scores(logits))
+        return self._rebuildable(lambda y, logits: self._combined(y, self.scores(logits)), y, logits)
 
     def _combined(self, y: Tensor, scores: Tensor) -> Tensor:
         return apply_gate(y, scores, self.gate)
 
-    def _scores(self, logits: Tensor) -> Tensor:
-        """Return the scores of the logits [..., heads, t]; for head-shared gates [..., 1, t], the mean over all heads.
+    def scores(self, logits: Tensor) -> Tensor:
+        """Return the scores of the logits [s, b, *heads, t]; for head-shared gates their mean over all heads.
 
-        Each rank has the same number of heads (where ranks share a KV group, each of its heads counts once per rank),
-        so the mean over ranks of their means is the mean. It is used on every rank, hence a sum in backward too.
+        The mean has one entry in place of the heads. Each rank has the same number of heads (where ranks share a KV
+        group, each of its heads counts once per rank), so the mean over ranks of their means is the mean. Every rank
+        uses it, hence a sum over ranks in the backward pass too.
         """
         scores = activate(logits, self.gate)
         if self.gate.sharing != GateSharing.HEAD_SHARED:
             return scores
         group = self.pg_collection.tp
-        mean = scores.mean(dim=-2, keepdim=True)
+        mean = scores.mean(dim=tuple(range(2, scores.dim() - 1)), keepdim=True)
         return copy_to_tensor_model_parallel_region(
             reduce_from_tensor_model_parallel_region(mean, group=group) / self.world_size, group=group
         )
