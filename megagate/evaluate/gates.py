@@ -45,17 +45,23 @@ def observe_gate_scores(model: torch.nn.Module) -> Iterator[list[LayerScores]]:
     observed = [(attention, LayerScores(attention.layer_number)) for attention in gated]
     for attention, sums in observed:
         # An instance attribute hides the class's method until it is deleted.
-        attention.scores = partial(_observe, attention.scores, sums)  # type: ignore[method-assign]
+        attention.gated = partial(_observe, attention, attention.gated, sums)  # type: ignore[method-assign]
     try:
         yield [sums for _, sums in observed]
     finally:
         for attention, _ in observed:
-            del attention.scores
+            del attention.gated
 
 
-def _observe(scores: Callable[[Tensor], Tensor], sums: LayerScores, logits: Tensor) -> Tensor:
-    """Compute the scores as the layer does, and add them up."""
-    values = scores(logits)
-    sums.total += values.sum(dtype=torch.float64).item()
-    sums.count += values.numel()
-    return values
+def _observe(
+    attention: GatedSelfAttention,
+    gated: Callable[[Tensor, Tensor], Tensor],
+    sums: LayerScores,
+    y: Tensor,
+    logits: Tensor,
+) -> Tensor:
+    """Add up the scores of `logits`, and gate `y` as the layer does."""
+    scores = attention.scores(logits)
+    sums.total += scores.sum(dtype=torch.float64).item()
+    sums.count += scores.numel()
+    return gated(y, logits)

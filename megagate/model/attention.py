@@ -14,9 +14,11 @@ head, t channels of a score (d elementwise, 1 headwise), H hidden size.
 
 import contextlib
 import dataclasses
+from functools import partial
 from typing import Any
 
 import torch
+from megatron.core.jit import jit_fuser
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import (
     all_gather_last_dim_from_tensor_parallel_region,
@@ -131,7 +133,7 @@ class GatedSelfAttention(SelfAttention):
                 return output, bias
             if bias is not None:
                 output = output + bias
-            return self._gated(output, self.linear_gate(hidden_states)), None
+            return self.gated(output, self.linear_gate(hidden_states)), None
 
     def get_query_key_value_tensors(
         self,
@@ -169,11 +171,11 @@ class GatedSelfAttention(SelfAttention):
                 logits = logits.narrow(3, first, heads)
         match self.gate.position, logits:
             case GatePosition.QUERY, Tensor():
-                query = self._gated(query, logits)
+                query = self.gated(query, logits)
             case GatePosition.KEY, Tensor():
-                key = self._gated(key, logits)
+                key = self.gated(key, logits)
             case GatePosition.VALUE, Tensor():
-                value = self._gated(value, logits)
+                value = self.gated(value, logits)
         query = query.flatten(2, 3)  # [s, b, g, r, d] -> [s, b, h, d]
         if self.q_layernorm is not None:
             query = self.q_layernorm(query)
@@ -194,7 +196,7 @@ class GatedSelfAttention(SelfAttention):
         """
         channels = self.config.kv_channels
         if self.gate.has_gate:
-            return self._gated(x.unflatten(-1, (*gate.shape[2:-1], channels)), gate).flatten(2)
+            return self.gated(x.unflatten(-1, (*gate.shape[2:-1], channels)), gate).flatten(2)
         if self.gate.sdpa_output_norm:
             weight = self.sdpa_norm_weight.view(-1, channels)
             return self._rebuildable(self._normed, x.unflatten(-1, (-1, channels)), weight).flatten(2)
@@ -206,14 +208,14 @@ class GatedSelfAttention(SelfAttention):
             weight = weight + 1
         return per_head_rms_norm(heads, weight, self.config.layernorm_epsilon)
 
-    def _gated(self, y: Tensor, logits: Tensor) -> Tensor:
-        """Gate y [s, b, *heads, d] with the logits [s, b, *heads, t]; the output gate has no heads."""
-        if self.gate.sharing == GateSharing.HEAD_SHARED:
-            return self._rebuildable(self._combined, y, self.scores(logits))
-        return self._rebuildable(lambda y, logits: self._combined(y, self.scores(logits)), y, logits)
+    def gated(self, y: Tensor, logits: Tensor) -> Tensor:
+        """Gate y [s, b, *heads, d] with the logits [s, b, *heads, t]; the output gate has no heads.
 
-    def _combined(self, y: Tensor, scores: Tensor) -> Tensor:
-        return apply_gate(y, scores, self.gate)
+        Whatever is gated passes through here, and so can be observed here.
+        """
+        if self.gate.sharing == GateSharing.HEAD_SHARED:
+            return self._rebuildable(partial(_combine, gate=self.gate), y, self.scores(logits))
+        return self._rebuildable(partial(_activate_and_combine, gate=self.gate), y, logits)
 
     def scores(self, logits: Tensor) -> Tensor:
         """Return the scores of the logits [s, b, *heads, t]; for head-shared gates their mean over all heads.
@@ -235,6 +237,16 @@ class GatedSelfAttention(SelfAttention):
         if self.rebuilt and torch.is_grad_enabled():
             return self.rebuilt.apply(function, *inputs)
         return function(*inputs)
+
+
+@jit_fuser
+def _activate_and_combine(y: Tensor, logits: Tensor, gate: GateConfig) -> Tensor:
+    return apply_gate(y, activate(logits, gate), gate)
+
+
+@jit_fuser
+def _combine(y: Tensor, scores: Tensor, gate: GateConfig) -> Tensor:
+    return apply_gate(y, scores, gate)
 
 
 def _device(config: TransformerConfig) -> Any:

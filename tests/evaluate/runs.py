@@ -98,5 +98,5 @@ def recompute(folder: Path, documents: list[np.ndarray]) -> dict:
             logits = [attention.layout.split(mixed).gate for mixed in projected[attention.layer_number]]
             scores.append(float(torch.cat([1 / (1 + (-part.double()).exp()) for part in logits]).mean()))
         parameters = {name: tuple(value.shape) for name, value in loaded.model.named_parameters()}
-        untouched = all("scores" not in vars(attention) for attention in gated)
+        untouched = all("gated" not in vars(attention) for attention in gated)
     return {"loss": total, "scores": scores, "parameters": parameters, "untouched": untouched}
