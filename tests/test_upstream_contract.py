@@ -24,6 +24,7 @@ from megatron.core.dist_checkpointing.serialization import load_common_state_dic
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+from megatron.core.optimizer import get_standard_config_overrides
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import Attention, SelfAttention, SelfAttentionSubmodules
@@ -47,7 +48,7 @@ def parameters(function: Callable[..., Any]) -> set[str]:
     return set(inspect.signature(function).parameters)
 
 
-def source(function: Callable[..., Any]) -> str:
+def source(function: Any) -> str:
     return inspect.getsource(function)
 
 
@@ -73,6 +74,10 @@ def test_model_attention() -> None:
     assert "self.world_size = world_size" in constructor
     # megagate/model/backends/attention.py is built with a config whose groups are the ranks, where there are fewer.
     assert "tmp_config.num_query_groups = world_size" in constructor
+    # Parameters of a gate's own: whose gradients are summed, and which decay.
+    finalize = source(importlib.import_module("megatron.core.distributed.finalize_model_grads"))
+    assert '(config.sequence_parallel and getattr(param, "sequence_parallel", False))' in finalize
+    assert "len(param.shape) == 1" in source(get_standard_config_overrides)
 
 
 def test_model_backends_and_specs() -> None:
