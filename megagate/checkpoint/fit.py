@@ -9,7 +9,9 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from megagate.checkpoint import warm_start
 from megagate.checkpoint.load import RELEASE, common_state
+from megagate.checkpoint.names import translate_on_load
 from megagate.errors import UserError
 from megagate.gate.config import describe, gate_config_from_args
 from megagate.model.pattern import BOUNDARY, derive_pattern, expert_blocks
@@ -39,6 +41,9 @@ MODEL_ARGUMENTS = (
     "add_bias_linear",
     "add_qkv_bias",
     "softmax_type",
+    "multi_latent_attention",
+    "experimental_attention_variant",
+    "heterogeneous_layers_config_path",
     "position_embedding_type",
     "rotary_interleaved",
     "untie_embeddings_and_output_weights",
@@ -57,10 +62,10 @@ CONTEXT_ARGUMENTS = (
 
 
 def check_fits(args: argparse.Namespace, checkpoint: Path) -> None:
-    """Check that the run described by `args` can go on from the checkpoint.
+    """Check that the run described by `args` can go on from the checkpoint, and prepare the process to load it.
 
     Args:
-        args: validated.
+        args: validated; `warm_start_from` is set by `choose_start`.
         checkpoint: from `choose_checkpoint`; one in another than Megatron's distributed format is not looked into.
 
     Raises:
@@ -68,6 +73,7 @@ def check_fits(args: argparse.Namespace, checkpoint: Path) -> None:
     """
     if not (checkpoint / "metadata.json").is_file():
         return
+    translate_on_load()
     common = common_state(checkpoint)
     saved = common.get("args")
     if not isinstance(saved, argparse.Namespace):
@@ -78,6 +84,7 @@ def check_fits(args: argparse.Namespace, checkpoint: Path) -> None:
     if not (starts_anew or args.no_load_optim or getattr(saved, "no_save_optim", None)):
         _check_optimizer(args, common, checkpoint)
         _check_schedule(args, common, checkpoint)
+    warm_start.prepare(args)
 
 
 def _differs(checkpoint: Path, saved: str, here: str, mend: str) -> UserError:
@@ -87,9 +94,12 @@ def _differs(checkpoint: Path, saved: str, here: str, mend: str) -> UserError:
 def _check_model(
     args: argparse.Namespace, saved: argparse.Namespace, checkpoint: Path, resume_only: tuple[str, ...]
 ) -> None:
-    gates = describe(gate_config_from_args(saved)), describe(gate_config_from_args(args))
-    if gates[0] != gates[1]:
-        raise _differs(checkpoint, f"the gate {gates[0]}", gates[1], "use the same")
+    saved_gate, gate = gate_config_from_args(saved), gate_config_from_args(args)
+    if args.warm_start_from is None and describe(saved_gate) != describe(gate):
+        mend = "use the same"
+        if warm_start.is_ungated(saved_gate):
+            mend += ", or add --gate-warm-start to give the model a new gate"
+        raise _differs(checkpoint, f"the gate {describe(saved_gate)}", describe(gate), mend)
     layers = _layers(saved), _layers(args)
     if layers[0] is not None and layers[0] != layers[1]:
         raise _differs(checkpoint, f"the layers {layers[0]}", str(layers[1]), "use the same")

@@ -15,7 +15,7 @@ from megatron.training import arguments as megatron_arguments
 from megatron.training.global_vars import get_tokenizer, set_global_variables
 
 from megagate.checkpoint.fit import check_fits
-from megagate.checkpoint.load import choose_checkpoint
+from megagate.checkpoint.warm_start import choose_start
 from megagate.data.validate import check_indexed_dataset
 from megagate.errors import UserError, reason
 from megagate.gate.config import (
@@ -100,7 +100,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     """
     args = read(argv)
     check_data(args)
-    checkpoint = choose_checkpoint(args)
+    checkpoint = choose_start(args)
     validate(args)
     if checkpoint is not None:
         check_fits(args, checkpoint)
@@ -154,6 +154,12 @@ def _add_own_arguments(parser: argparse.ArgumentParser) -> None:
         "--allow-fresh-start",
         action="store_true",
         help="train from scratch when --load names a directory without a checkpoint, instead of stopping",
+    )
+    group.add_argument(
+        "--gate-warm-start",
+        action="store_true",
+        help="give an ungated model, whose checkpoint --pretrained-checkpoint or --load names, a new gate; once --load "
+        "or --save holds a checkpoint of the gated model, the same command line goes on from that",
     )
     group.add_argument(
         "--verbose", action="store_true", help="show everything Megatron prints, instead of sending it to the log file"

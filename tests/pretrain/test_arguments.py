@@ -14,8 +14,8 @@ DENSE = [*MODEL, *RUN]
 
 OWN_FLAGS = """
 --allow-fresh-start --gate-activation --gate-combine --gate-granularity --gate-input --gate-position --gate-preset
---gate-row-alignment --gate-sharing --no-dist-ckpt-optim-fully-reshardable --omit --recipe --sdpa-output-activation
---sdpa-output-norm --verbose
+--gate-row-alignment --gate-sharing --gate-warm-start --no-dist-ckpt-optim-fully-reshardable --omit --recipe
+--sdpa-output-activation --sdpa-output-norm --verbose
 """.split()
 
 
