@@ -81,7 +81,9 @@ def check_fits(args: argparse.Namespace, checkpoint: Path) -> None:
     starts_anew = args.finetune or checkpoint.name == RELEASE or checkpoint.parent != Path(args.load or "")
     _check_model(args, saved, checkpoint, CONTEXT_ARGUMENTS if not starts_anew else ())
     _check_vocabulary(args, saved, checkpoint)
-    if not (starts_anew or args.no_load_optim or getattr(saved, "no_save_optim", None)):
+    if starts_anew:
+        args.no_load_optim = True  # Megatron would take over the optimizer of a GPTModel all the same
+    if not (args.no_load_optim or getattr(saved, "no_save_optim", None)):
         _check_optimizer(args, common, checkpoint)
         _check_schedule(args, common, checkpoint)
     warm_start.prepare(args)
@@ -118,11 +120,17 @@ def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
+def _pattern(args: argparse.Namespace) -> str | None:
+    """Return the layer pattern; None for a GPT model."""
+    pattern = getattr(args, "hybrid_layer_pattern", None)
+    return pattern or getattr(args, "hybrid_override_pattern", None)  # the name in older versions of Megatron
+
+
 def _layers(args: argparse.Namespace) -> str | None:
     """Return the layer pattern without pipeline boundaries, also of a GPT model; None where too little is known."""
-    for name in ("hybrid_layer_pattern", "hybrid_override_pattern"):  # the second in older versions of Megatron
-        if getattr(args, name, None) is not None:
-            return getattr(args, name).replace(BOUNDARY, "")
+    pattern = _pattern(args)
+    if pattern is not None:
+        return pattern.replace(BOUNDARY, "")
     blocks = getattr(args, "num_layers", None)
     if blocks is None:
         return None
@@ -150,6 +158,11 @@ def _check_optimizer(args: argparse.Namespace, common: dict[str, Any], checkpoin
             f"expert parallelism: {afresh}"
         )
     sharding = (common.get("content_metadata") or {}).get("distrib_optim_sharding_type")
+    if sharding == "dp_reshardable" and _pattern(saved) is None:
+        raise UserError(
+            f"{checkpoint} is of Megatron's GPTModel, with the optimizer's state as it lay in memory, which differs for "
+            f"the model here: {afresh}, or write it with --dist-ckpt-optim-fully-reshardable"
+        )
     layouts = _optimizer_layout(saved), _optimizer_layout(args)
     if sharding == "dp_reshardable" and layouts[0] != layouts[1]:
         raise _differs(

@@ -108,16 +108,14 @@ def number_as_gpt(state: dict[Any, Any], maps: GPTCompatLayerMaps) -> None:
 
 
 def rename_norms(state: dict[Any, Any], keys: set[str]) -> None:
-    """Rename entries of norms to their other name where that is the one in the checkpoint, in place."""
+    """Rename entries of norms to their fused names where the checkpoint has those, in place."""
 
     def entry(value: Any) -> Any:
         if isinstance(value, ShardedTensor | ShardedTensorFactory) and value.key not in keys:
             for own, fused in NORM_NAMES:
-                for name, other in ((own, fused), (fused, own)):
-                    renamed = value.key.replace(name, other)
-                    if renamed in keys:
-                        value.key = renamed
-                        return value
+                renamed = value.key.replace(own, fused)
+                if renamed in keys:
+                    value.key = renamed
         return value
 
     dict_list_map_inplace(entry, state)

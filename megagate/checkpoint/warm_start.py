@@ -47,7 +47,7 @@ def choose_start(args: argparse.Namespace) -> Path | None:
 
     With `--gate-warm-start`, a gated checkpoint in `--load` or else in `--save` is the run's own, and the run goes on
     from it; `--ckpt-step` names a step of the ungated model. For a warm start, sets `args.warm_start_from` to the
-    checkpoint, and what has optimizer, random state and iteration start anew.
+    checkpoint, and `args.finetune`.
 
     Raises:
         UserError: there is nothing to start from, or `--save` is where the ungated model's checkpoints are.
@@ -75,7 +75,7 @@ def choose_start(args: argparse.Namespace) -> Path | None:
             f"--save {args.save} holds checkpoints of an ungated model, among which the gated model's would lie: give "
             "another --save"
         )
-    args.finetune = args.no_load_optim = True
+    args.finetune = True
     args.warm_start_from = str(checkpoint)
     return checkpoint
 

@@ -55,11 +55,11 @@ def train_in_rank(argv: list[str], without: str | None = None) -> None:
 
 
 def parse_in_rank(argv: list[str]) -> dict[str, Any]:
-    """Parse the command line `argv`, and return which checkpoint it loads."""
+    """Parse the command line `argv`, and return which checkpoint it loads, and how."""
     from megagate.pretrain.arguments import parse
 
-    args = parse(argv)
-    return {"load": args.load, "ckpt_step": args.ckpt_step}
+    args = vars(parse(argv))
+    return {name: args[name] for name in ("load", "ckpt_step", "warm_start_from", "finetune", "no_load_optim")}
 
 
 COUNTERS = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
@@ -76,7 +76,7 @@ def differences(reference: Path, checkpoint: Path, tolerance: float | None = Non
         tolerance: None to compare bit for bit; else what the layouts have of their own is left out, and numbers may
             differ by this much of the largest in the same tensor.
     """
-    first, second = dict(_leaves(_contents(reference))), dict(_leaves(_contents(checkpoint)))
+    first, second = dict(_leaves(contents(reference))), dict(_leaves(contents(checkpoint)))
     if tolerance is not None:
         first, second = (
             {key: leaf for key, leaf in leaves.items() if not key.startswith(OF_THE_LAYOUT)}
@@ -91,7 +91,7 @@ def differences(reference: Path, checkpoint: Path, tolerance: float | None = Non
     return lines
 
 
-def _contents(checkpoint: Path) -> dict[str, Any]:
+def contents(checkpoint: Path) -> dict[str, Any]:
     """Return everything that the checkpoint holds by its key there, and of its arguments the counters."""
     import megatron.core.dist_checkpointing.serialization  # noqa: F401  # allows torch.load what checkpoints hold
     from torch.distributed import checkpoint as distributed_checkpoint
