@@ -14,14 +14,17 @@ from importlib.metadata import version
 from typing import Any
 
 import megatron.core.datasets.utils
+import megatron.core.dist_checkpointing
 import megatron.training.initialize
 import megatron.training.training
 import pytest
 import torch.distributed.checkpoint
 import torch.utils._device
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing import gpt_checkpoint_interop
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.serialization import load_common_state_dict
 from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_submodules
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
 from megatron.core.optimizer import get_standard_config_overrides
@@ -32,11 +35,13 @@ from megatron.core.transformer.moe.moe_logging import MetricEntry, MoEMetricsTra
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.utils import get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
 from megatron.training import arguments as megatron_arguments
+from megatron.training import checkpointing
 from megatron.training.argument_utils import hybrid_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.models import HybridModelConfig
 
 from megagate.checkpoint import torch_adam
 from megagate.checkpoint.fit import CONTEXT_ARGUMENTS, MODEL_ARGUMENTS
+from megagate.checkpoint.names import NORM_NAMES
 from megagate.checkpoint.pickles import INDEX_CLASSES
 from megagate.model.backends import torch_backend
 from megagate.model.router import GLOBAL_LOSS
@@ -162,6 +167,26 @@ def test_checkpoint_torch_adam(name: str) -> None:
     """megagate/checkpoint/torch_adam.py wraps these methods."""
     owner, _ = torch_adam.MENDS[name]
     assert callable(vars(owner)[name])
+
+
+def test_checkpoint_names_and_warm_start() -> None:
+    """megagate/checkpoint/names.py replaces functions where Megatron looks them up; warm_start.py makes shards."""
+    assert "dist_checkpointing.load(" in source(checkpointing._load_global_dist_base_checkpoint)
+    assert checkpointing.dist_checkpointing is megatron.core.dist_checkpointing
+    module = "from megatron.core.dist_checkpointing.gpt_checkpoint_interop import"
+    assert f"{module} gpt_compatible_layer_maps" in source(checkpointing._maybe_setup_gpt_to_hybrid_load)
+    loading = source(checkpointing.load_checkpoint)
+    assert "retarget_sharded_state_dict_to_gpt_checkpoint(sub_sd, gpt_compat_layer_maps)" in loading
+    assert module in loading
+    assert "(not args.finetune or gpt_compat_load_optim)" in loading  # why fit.py sets no_load_optim
+    fields = {field.name for field in dataclasses.fields(gpt_checkpoint_interop.GPTCompatLayerMaps)}
+    assert fields == {"attention_to_gpt", "mlp_to_gpt", "fresh_init", "num_gpt_layers"}
+    assert get_gpt_layer_local_submodules().sharded_state_dict_keys_map == dict(NORM_NAMES)
+    names = [field.name for field in dataclasses.fields(ShardedTensorFactory)]
+    assert names[:5] == ["key", "data", "build_fn", "merge_fn", "replica_id"]
+    assert {"key", "data", "rank_offsets", "replica_id", "prepend_axis_num"} <= parameters(
+        ShardedTensor.from_rank_offsets
+    )
 
 
 def test_checkpoint_load() -> None:

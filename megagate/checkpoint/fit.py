@@ -160,8 +160,8 @@ def _check_optimizer(args: argparse.Namespace, common: dict[str, Any], checkpoin
     sharding = (common.get("content_metadata") or {}).get("distrib_optim_sharding_type")
     if sharding == "dp_reshardable" and _pattern(saved) is None:
         raise UserError(
-            f"{checkpoint} is of Megatron's GPTModel, with the optimizer's state as it lay in memory, which differs for "
-            f"the model here: {afresh}, or write it with --dist-ckpt-optim-fully-reshardable"
+            f"{checkpoint} is of Megatron's GPTModel, with the optimizer's state as it lay in memory, where it lies "
+            f"otherwise here: {afresh}, or write it with --dist-ckpt-optim-fully-reshardable"
         )
     layouts = _optimizer_layout(saved), _optimizer_layout(args)
     if sharding == "dp_reshardable" and layouts[0] != layouts[1]:

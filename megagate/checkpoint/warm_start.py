@@ -31,6 +31,7 @@ from megagate.checkpoint.load import TRACKER, checkpoint_arguments, choose_check
 from megagate.errors import UserError
 from megagate.gate.config import GateConfig, GateInput, describe, gate_config_from_args, preset_name
 from megagate.gate.layout import QKVLayout
+from megagate.model.pattern import ATTENTION
 
 LINEAR_QKV = re.compile(r"\.self_attention\.linear_qkv\.(weight|bias)$")
 GATE_PARAMETER = re.compile(r"\.self_attention\.(gate_constant|sdpa_norm_weight|linear_gate\.\w+)$")
@@ -121,24 +122,22 @@ def _layout_of(args: argparse.Namespace) -> QKVLayout:
 def _announce(args: argparse.Namespace, layout: QKVLayout) -> None:
     """Say what is new, and what to expect of it."""
     gate, heads, groups = layout.gate, layout.num_attention_heads, layout.num_query_groups
-    layers = args.hybrid_layer_pattern.count("*")
+    layers = args.hybrid_layer_pattern.count(ATTENTION)
     each = gate.added_parameters(args.hidden_size, heads, groups, layout.kv_channels)
-    if layout.gate_rows:
-        place = f"{layout.gate_rows * groups} rows of linear_qkv"
-    else:
-        place = f"{each} of its own" if each else "none"
+    place = f"{layout.gate_rows * groups} rows of linear_qkv" if layout.gate_rows else f"{each} of its own"
     if gate.input == GateInput.CONSTANT:
-        values = "zero"
+        values = "zero at first"
     elif gate.sdpa_output_norm:
-        values = "one"
+        values = "one at first"
+    elif args.init_method_xavier_uniform:
+        values = "drawn as in a new model"
     else:
-        values = f"drawn with standard deviation {args.init_method_std}"
-    initial = f", initially {values}" if each else ""
+        values = f"drawn as in a new model, with standard deviation {args.init_method_std}"
+    parameters = f"{layers * each:,} parameters in {layers} layers ({place} in each, {values})" if each else "none"
     _say(
-        f"warm start from {args.warm_start_from}: the gate {describe(gate)} is new, {layers * each:,} parameters in "
-        f"{layers} layers ({place} in each{initial}); all other weights are the checkpoint's, and optimizer, random "
-        "state and iteration start anew. A gate added late does not remove attention sinks (arXiv 2505.06708, A.7): "
-        "where that matters, train with the gate from the beginning"
+        f"warm start from {args.warm_start_from}; new parameters of the gate {describe(gate)}: {parameters}; all other "
+        "weights are the checkpoint's; optimizer, random state and iteration start anew. The paper found that a gate "
+        "added late does not remove attention sinks (arXiv 2505.06708, A.7)"
     )
 
 

@@ -4,6 +4,7 @@ All starts are the real trainer's, up to the model that it would train: what eac
 with what the checkpoint and a fresh model of the same seed have at that place.
 """
 
+import argparse
 import re
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from megagate.checkpoint import warm_start
 from megagate.checkpoint.load import TRACKER
 from megagate.checkpoint.warm_start import GATE_PARAMETER, LINEAR_QKV
 from megagate.errors import UserError
@@ -41,7 +43,15 @@ LAYOUTS: dict[str, tuple[int, str]] = {
 """Name -> (ranks, flags)."""
 
 GATED = [name for name in PRESETS if name != "baseline"]
-EACH_KIND = ["sdpa-elementwise", "sdpa-headwise", "value-headwise", "output-elementwise", "sdpa-constant"]
+EACH_KIND = [
+    "sdpa-elementwise",
+    "sdpa-headwise",
+    "value-headwise",
+    "output-elementwise",
+    "sdpa-constant",
+    "sdpa-rmsnorm",
+    "sdpa-silu",
+]
 """A preset for each place that a gate's parameters can have, and each number of rows of linear_qkv."""
 
 
@@ -167,6 +177,31 @@ def test_the_optimizer_holds_the_weights_of_the_checkpoint(ungated: Any, optimiz
         assert update.abs().max() < 1e-3, key
 
 
+@pytest.mark.parametrize(
+    ("preset", "parameters"),
+    [
+        (
+            "sdpa-headwise",
+            "64 parameters in 2 layers (4 rows of linear_qkv in each, drawn as in a new model, with standard deviation "
+            "0.5)",
+        ),
+        ("sdpa-constant", "64 parameters in 2 layers (32 of its own in each, zero at first)"),
+        ("sdpa-rmsnorm", "64 parameters in 2 layers (32 of its own in each, one at first)"),
+        ("sdpa-silu", "none"),
+    ],
+)
+def test_what_is_said(preset: str, parameters: str, capsys: pytest.CaptureFixture[str]) -> None:
+    shape = {"num_attention_heads": 4, "group_query_attention": True, "num_query_groups": 2, "kv_channels": 8}
+    others = {"hidden_size": 8, "hybrid_layer_pattern": "*-|*E", "init_method_std": 0.5}
+    where = {"gate_preset": preset, "warm_start_from": "base/iter_0000002", "init_method_xavier_uniform": False}
+    warm_start.prepare(argparse.Namespace(**shape, **others, **where))
+    assert capsys.readouterr().out == (
+        f"megagate: warm start from base/iter_0000002; new parameters of the gate {preset}: {parameters}; all other "
+        "weights are the checkpoint's; optimizer, random state and iteration start anew. The paper found that a gate "
+        "added late does not remove attention sinks (arXiv 2505.06708, A.7)\n"
+    )
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Only the first start is a warm one
 
@@ -221,7 +256,7 @@ def test_which_checkpoint_is_taken(
     [
         (
             "--gate-preset sdpa-headwise --load {base}",
-            "with the gate baseline, but this run has sdpa-headwise: use the same, or add --gate-warm-start to give the "
+            "the gate baseline, but this run has sdpa-headwise: use the same, or add --gate-warm-start to give the "
             "model a new gate",
         ),
         ("--gate-preset sdpa-silu --load {base}", "or add --gate-warm-start to give the model a new gate"),
