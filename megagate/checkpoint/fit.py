@@ -99,7 +99,7 @@ def _check_model(
     saved_gate, gate = gate_config_from_args(saved), gate_config_from_args(args)
     if args.warm_start_from is None and describe(saved_gate) != describe(gate):
         mend = "use the same"
-        if warm_start.is_ungated(saved_gate):
+        if saved_gate.is_baseline:
             mend += ", or add --gate-warm-start to give the model a new gate"
         raise _differs(checkpoint, f"the gate {describe(saved_gate)}", describe(gate), mend)
     layers = _layers(saved), _layers(args)

@@ -29,18 +29,13 @@ from torch import Tensor
 
 from megagate.checkpoint.load import TRACKER, checkpoint_arguments, choose_checkpoint, find_complete
 from megagate.errors import UserError
-from megagate.gate.config import GateConfig, GateInput, describe, gate_config_from_args, preset_name
+from megagate.gate.config import GateInput, describe, gate_config_from_args
 from megagate.gate.layout import QKVLayout
 from megagate.model.pattern import ATTENTION
 
 LINEAR_QKV = re.compile(r"\.self_attention\.linear_qkv\.(weight|bias)$")
 GATE_PARAMETER = re.compile(r"\.self_attention\.(gate_constant|sdpa_norm_weight|linear_gate\.\w+)$")
 """Keys of what only gates have that are no rows of linear_qkv; see `megagate.model.attention`."""
-
-
-def is_ungated(gate: GateConfig) -> bool:
-    """Whether `gate` leaves the attention as Megatron's own: no gate, norm or activation of the attention output."""
-    return preset_name(gate) == "baseline"
 
 
 def choose_start(args: argparse.Namespace) -> Path | None:
@@ -56,7 +51,7 @@ def choose_start(args: argparse.Namespace) -> Path | None:
     args.warm_start_from = None
     if not args.gate_warm_start:
         return choose_checkpoint(args)
-    if is_ungated(gate_config_from_args(args)):
+    if gate_config_from_args(args).is_baseline:
         raise UserError("--gate-warm-start has no effect without a gate: choose a --gate-preset, or leave it out")
     directories = [Path(directory) for directory in (args.load, args.save) if directory is not None]
     held = {directory: _holds_gate(directory) for directory in directories if (directory / TRACKER).is_file()}
@@ -89,7 +84,7 @@ def _holds_gate(directory: Path) -> bool:
 def _is_ungated_checkpoint(checkpoint: Path) -> bool:
     if not (checkpoint / "metadata.json").is_file():
         raise UserError(f"--gate-warm-start reads Megatron's torch_dist format, which {checkpoint} does not have")
-    return is_ungated(gate_config_from_args(checkpoint_arguments(checkpoint)))
+    return gate_config_from_args(checkpoint_arguments(checkpoint)).is_baseline
 
 
 def _say(sentence: str) -> None:

@@ -449,6 +449,11 @@ def test_a_checkpoint_of_megatrons_gpt_model_is_compared_by_blocks(written: Path
         run_distributed(check_with_saved, 1, written, {**GPT, "moe_layer_freq": 2}, [])
 
 
+def test_layers_that_are_not_here_are_refused(written: Path) -> None:
+    with pytest.raises(UserError, match="--multi-latent-attention True, but this run has False: use the same"):
+        run_distributed(check_with_saved, 1, written, {**GPT, "multi_latent_attention": True}, [])
+
+
 def remove_most(written: Path) -> None:
     keep = {"gate_preset", "use_distributed_optimizer"}
     names = set(vars(common_state(written / "iter_0000004")["args"])) - keep
