@@ -87,7 +87,14 @@ def test_training_goes_on(tmp_path: Path, model: str, optimizer: str, transforme
     check(Stock(flags, str(tmp_path), 2, transformer_engine), f"{flags} --load {tmp_path}")
 
 
-@pytest.mark.parametrize("model", [GPT["dense"], GPT["dense-then-experts"], HYBRID["dense-then-experts"]])
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param(GPT["dense"], id="gpt"),
+        pytest.param(GPT["dense-then-experts"], id="gpt-numbered"),
+        pytest.param(HYBRID["dense-then-experts"], id="hybrid"),
+    ],
+)
 def test_warm_start(tmp_path: Path, model: str) -> None:
     """With an additive gate that is almost zero, the gated model is the stock one."""
     gate = "--gate-warm-start --gate-preset sdpa-elementwise-additive-identity --init-method-std 1e-8"
