@@ -184,8 +184,10 @@ def _build_and_load(args: argparse.Namespace) -> tuple[torch.nn.Module, int]:
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.training.checkpointing import load_checkpoint
 
+    from megagate.checkpoint.names import translate_on_load
     from megagate.model.builder import model_config
 
+    translate_on_load()
     config = model_config(args)
     config.pre_wrap_hooks.clear()  # initial weights, and marks for the optimizer
     config.finalize()

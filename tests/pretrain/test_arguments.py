@@ -89,7 +89,6 @@ def test_megatrons_own_gate_flag_is_a_preset() -> None:
             [*DENSE, "--gate-preset", "sdpa-elemntwise"],
             r"no gate preset 'sdpa-elemntwise'; did you mean sdpa-elementwise",
         ),
-        ([*DENSE, "--gate-preset", "value-headwise"], r"the gate value-headwise cannot be trained yet"),
         ([*DENSE, "--gate-preset", "sdpa-headwise", "--gate-granularity", "elementwise"], r"contradicts --gate-preset"),
         ([*DENSE, "--gate-preset", "sdpa-headwise", "--attention-output-gate"], r"contradicts --attention-output-gate"),
         ([*DENSE, "--gate-granularity", "headwise"], r"has no effect without a gate"),
