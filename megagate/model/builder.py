@@ -11,6 +11,7 @@ from megatron.training.argument_utils import core_transformer_config_from_args, 
 from megatron.training.models import HybridModelConfig
 
 from megagate.gate.config import GateConfig, gate_config_from_args
+from megagate.model.gate_parameters import initialize_gates
 from megagate.model.initialization import initialize_by_name
 from megagate.model.specs import hybrid_stack_spec
 
@@ -80,4 +81,8 @@ def model_config(args: argparse.Namespace) -> HybridModelConfig:
         model.pre_wrap_hooks.append(size_expert_metrics)
     if args.use_cpu_initialization:
         model.pre_wrap_hooks.append(partial(initialize_by_name, seed=args.seed))
+    # A checkpoint's arguments can be older than these two.
+    std, bias = getattr(args, "gate_init_std", None), getattr(args, "gate_init_bias", None)
+    if std is not None or bias is not None:
+        model.pre_wrap_hooks.append(partial(initialize_gates, std=std, bias=bias))
     return model

@@ -30,6 +30,7 @@ from megagate.model.builder import model_config
 from megagate.model.pattern import BOUNDARY, check_pattern, derive_pattern, expert_blocks, stage_sizes
 from megagate.platform import cpu, on_cpu
 from megagate.pretrain.datasets import dataset_prefixes
+from megagate.pretrain.gate_checks import add_gate_training_arguments, check_gate
 from megagate.pretrain.layout import check_layout
 from megagate.pretrain.parser import HelpFormatter, Parser
 from megagate.pretrain.recipe import merge_recipe
@@ -170,6 +171,7 @@ def _add_own_arguments(parser: argparse.ArgumentParser) -> None:
         dest="dist_ckpt_optim_fully_reshardable",
         help="write optimizer states as they lie on the ranks: faster, but they load on the same TP, PP and EP only",
     )
+    add_gate_training_arguments(parser)
     parser.set_defaults(**DEFAULTS)
 
 
@@ -206,6 +208,7 @@ def complete(args: argparse.Namespace) -> None:
         raise UserError("--tokenizer-type is not given: say which tokenizer the data were made with")
     check_schedule(args)
     set_recompute_gate(args, gate)
+    check_gate(args, gate)
     set_pattern(args)
     args.create_attention_mask_in_dataloader |= args.reset_attention_mask
     forced = torch_backend.ARGUMENTS | (cpu.ARGUMENTS if on_cpu() else {})
