@@ -11,7 +11,7 @@ from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megagate.checkpoint import torch_adam
 from megagate.gate.config import describe, gate_config_from_args
 from megagate.model.builder import model_config
-from megagate.pretrain import gate_optimizer
+from megagate.pretrain import flops, gate_optimizer
 from megagate.pretrain.batch import forward_step
 from megagate.pretrain.datasets import dataset_provider
 
@@ -34,6 +34,7 @@ def train(args: argparse.Namespace) -> None:
     use_prebuilt_index_builder()
     torch_adam.apply()
     gate_optimizer.apply()
+    flops.apply()
     config = pretrain_cfg_container_from_args(args, model_config(args))
     if args.rank == 0:
         gate = gate_config_from_args(args)
