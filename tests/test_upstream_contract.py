@@ -20,6 +20,8 @@ import megatron.training.training
 import pytest
 import torch.distributed.checkpoint
 import torch.utils._device
+from emerging_optimizers.orthogonalized_optimizers import AdaptiveMuon
+from megatron.core import optimizer as megatron_optimizer
 from megatron.core.dist_checkpointing import gpt_checkpoint_interop
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.serialization import load_common_state_dict
@@ -28,6 +30,10 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_submodu
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
 from megatron.core.optimizer import get_standard_config_overrides
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.emerging_optimizers import TensorParallelAdaptiveMuon, TensorParallelMuon
+from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import Attention, SelfAttention, SelfAttentionSubmodules
@@ -38,6 +44,7 @@ from megatron.training import arguments as megatron_arguments
 from megatron.training import checkpointing
 from megatron.training.argument_utils import hybrid_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.models import HybridModelConfig
+from megatron.training.theoretical_memory_usage import report_theoretical_memory
 
 from megagate.checkpoint import torch_adam
 from megagate.checkpoint.fit import CONTEXT_ARGUMENTS, MODEL_ARGUMENTS
@@ -47,6 +54,7 @@ from megagate.model.backends import torch_backend
 from megagate.model.router import GLOBAL_LOSS
 from megagate.platform import cpu
 from megagate.pretrain.arguments import DEFAULTS, NOT_AVAILABLE
+from megagate.pretrain.gate_checks import IN_THE_WAY
 
 
 def parameters(function: Callable[..., Any]) -> set[str]:
@@ -155,6 +163,56 @@ def test_pretrain_entry() -> None:
     assert "args.padded_vocab_size is not None" in source(hybrid_config_from_args)
 
 
+def test_pretrain_gate_optimizer() -> None:
+    """megagate/pretrain/gate_optimizer.py wraps a function of the training loop, and finds what optimizers update."""
+    assert "optimizer = get_megatron_optimizer(" in source(megatron.training.training.setup_model_and_optimizer)
+    assert {"config", "model_chunks"} <= parameters(megatron.training.training.get_megatron_optimizer)
+    shards = source(DistributedOptimizer._get_main_param_and_optimizer_states)
+    assert "group_index, group_order = self.model_param_group_index_map[model_param]" in shards
+    assert 'main_param = self.optimizer.param_groups[group_index]["params"][group_order]' in shards
+    groups = source(DistributedOptimizer._build_model_and_main_param_groups)
+    assert '["param_map"][model_param]["param"]' in groups
+    assert "model_param.view(-1)[param_range.start : param_range.end]" in groups
+    assert "self.model_param_gbuf_map[param]" in source(DistributedOptimizer._get_model_param_range_map)
+    assert "param.main_param = main_param" in source(Float16OptimizerWithFloat16Params.__init__)
+    assert {"register_step_pre_hook", "register_step_post_hook"} <= set(vars(torch.optim.Optimizer))
+    # Muon asks for the shapes by the name of a function, and keeps them with the parameter.
+    tagging = source(megatron_optimizer._get_megatron_emerging_optimizer)
+    assert "qkv_split_shapes = _get_qkv_split_shapes(model_chunk.config)" in tagging
+    assert "param.qkv_split_shapes = qkv_split_shapes" in tagging
+    assert 'getattr(p, "qkv_split_shapes", None)' in source(TensorParallelMuon.orthogonalize)
+
+
+def test_pretrain_flops() -> None:
+    """megagate/pretrain/flops.py adds the gate to a count that knows it in the formula of other models only."""
+    original = inspect.unwrap(megatron.training.training.num_floating_point_operations)
+    assert list(inspect.signature(original).parameters) == [
+        "args",
+        "batch_size",
+        "seqlen_squared_sum_in_batch",
+        "total_real_tokens_in_batch",
+    ]
+    before, _, after = source(original).partition("def transformer_flops():")
+    assert "gate" not in before.replace("Gated Delta", "").replace("gated delta", "")
+    assert "if is_hybrid_model(args):" in after
+    # It prints that it knows no hybrid model, instead of numbers without the gate.
+    assert report_theoretical_memory(argparse.Namespace(hybrid_layer_pattern="*-")) is None
+
+
+def test_pretrain_gate_checks() -> None:
+    """megagate/pretrain/gate_checks.py refuses what is wrong for now: see whether it still is."""
+    forward = source(Attention.forward)
+    assert forward.index("self.config.flash_decode:") < forward.index("return output, bias")
+    assert forward.index("return output, bias") < forward.index("self._apply_output_gate(")
+    assert "gate" not in source(SelfAttention._clip_linear_qkv)
+    assert "self.scale_mode" in source(AdaptiveMuon)  # what Megatron's subclass never sets
+    assert "self.scale_mode" not in source(TensorParallelAdaptiveMuon) + source(TensorParallelMuon)
+    assert "if config.bf16:" in source(LayerWiseDistributedOptimizer.__init__)
+    # Of the fused rotary embedding of whole linear_qkv outputs there is no flag.
+    parser = megatron_arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    assert "--fused-single-qkv-rope" not in parser._option_string_actions
+
+
 def test_platform_cpu() -> None:
     """megagate/platform/cpu.py: where Megatron asks for CUDA, and torch's table of tensor factories."""
     assert "allow_no_cuda" in parameters(megatron.training.initialize.initialize_megatron)
@@ -201,6 +259,7 @@ def test_checkpoint_load() -> None:
     [
         ("pretrain/arguments.py DEFAULTS", DEFAULTS),
         ("pretrain/arguments.py NOT_AVAILABLE", NOT_AVAILABLE),
+        ("pretrain/gate_checks.py IN_THE_WAY", IN_THE_WAY),
         ("platform/cpu.py ARGUMENTS", cpu.ARGUMENTS),
         ("model/backends/torch_backend.py ARGUMENTS", torch_backend.ARGUMENTS),
         ("checkpoint/fit.py MODEL_ARGUMENTS", MODEL_ARGUMENTS),
