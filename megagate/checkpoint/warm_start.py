@@ -121,13 +121,14 @@ def _announce(args: argparse.Namespace, layout: QKVLayout) -> None:
     each = gate.added_parameters(args.hidden_size, heads, groups, layout.kv_channels)
     place = f"{layout.gate_rows * groups} rows of linear_qkv" if layout.gate_rows else f"{each} of its own"
     if gate.input == GateInput.CONSTANT:
-        values = "zero at first"
+        values = f"{args.gate_init_bias or 0:g} at first"
     elif gate.sdpa_output_norm:
         values = "one at first"
     elif args.init_method_xavier_uniform:
         values = "drawn as in a new model"
     else:
-        values = f"drawn as in a new model, with standard deviation {args.init_method_std}"
+        std = args.init_method_std if args.gate_init_std is None else args.gate_init_std
+        values = f"drawn as in a new model, with standard deviation {std}"
     parameters = f"{layers * each:,} parameters in {layers} layers ({place} in each, {values})" if each else "none"
     _say(
         f"warm start from {args.warm_start_from}; new parameters of the gate {describe(gate)}: {parameters}; all other "

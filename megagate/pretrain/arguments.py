@@ -54,6 +54,7 @@ NOT_AVAILABLE: dict[str, str] = {
     "fp8": "--fp8-format needs the Transformer Engine backend, which is not there yet: leave it out and use --bf16",
     "fp4": "--fp4-format needs the Transformer Engine backend, which is not there yet: leave it out and use --bf16",
     "multi_latent_attention": "--multi-latent-attention has no gate here: leave it out",
+    "qk_l2_norm": "--qk-l2-norm is not available in the torch backend: use --qk-layernorm",
     "spec": "--spec is not needed: the layers follow from the gate flags; leave it out",
     "mtp_num_layers": "--mtp-num-layers (multi-token prediction) is not there yet: leave it out",
     "heterogeneous_layers_config_path": "--heterogeneous-layers-config-path is not supported: leave it out",

@@ -194,7 +194,7 @@ def test_the_optimizer_holds_the_weights_of_the_checkpoint(ungated: Any, optimiz
             "64 parameters in 2 layers (4 rows of linear_qkv in each, drawn as in a new model, with standard deviation "
             "0.5)",
         ),
-        ("sdpa-constant", "64 parameters in 2 layers (32 of its own in each, zero at first)"),
+        ("sdpa-constant", "64 parameters in 2 layers (32 of its own in each, 0 at first)"),
         ("sdpa-rmsnorm", "64 parameters in 2 layers (32 of its own in each, one at first)"),
         ("sdpa-silu", "none"),
     ],

@@ -159,6 +159,7 @@ def build(case: Case) -> tuple[list, object, object]:
     from megagate.checkpoint import torch_adam
     from megagate.model.builder import model_config
     from megagate.platform import cpu
+    from megagate.pretrain import gate_optimizer
     from megagate.pretrain.arguments import parse
     from megagate.pretrain.train import use_prebuilt_index_builder
 
@@ -168,6 +169,7 @@ def build(case: Case) -> tuple[list, object, object]:
     RotaryEmbedding.forward.cache_clear()  # it keeps models alive, and with them process groups and their threads
     cpu.activate_training()
     torch_adam.apply()
+    gate_optimizer.apply()
     use_prebuilt_index_builder()
     # Megatron parses its own source for the help of its flags, which takes longer than a step.
     with mock.patch.object(ArgumentGroupFactory, "_get_field_docstrings", lambda self, kind: {}):
