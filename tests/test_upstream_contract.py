@@ -34,6 +34,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.emerging_optimizers import TensorParallelAdaptiveMuon, TensorParallelMuon
 from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
+from megatron.core.ssm import gated_delta_net
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import Attention, SelfAttention, SelfAttentionSubmodules
@@ -117,6 +118,30 @@ def test_model_builder_and_initialization() -> None:
     for linear in (ColumnParallelLinear, RowParallelLinear):
         assert 'setattr(self.weight, "allreduce", not use_expert_pgs)' in source(linear.__init__)
         assert "self.is_expert = is_expert" in source(linear.__init__)
+
+
+def test_model_delta_net() -> None:
+    """megagate/model/delta_net.py, initialization.py and platform/cpu.py: Megatron's layer and what it calls."""
+    fields = {field.name for field in dataclasses.fields(gated_delta_net.GatedDeltaNetSubmodules)}
+    assert fields == {"in_proj", "out_norm", "out_proj"}
+    assert "gdn_layer" in {field.name for field in dataclasses.fields(HybridStackSubmodules)}
+    constructor = source(gated_delta_net.GatedDeltaNet.__init__)
+    for attribute in ("tp_group", "tp_size", "out_norm", "A_log", "A_init_range", "conv1d"):
+        assert f"self.{attribute} = " in constructor
+    # Initial weights are drawn in the same way by name.
+    reset = source(gated_delta_net.GatedDeltaNet.reset_parameters)
+    assert "uniform_(*self.A_init_range)" in reset
+    assert "self.A_log.data.copy_(torch.log(A))" in reset
+    assert "if self.conv_init is not None:" in reset
+    # It has no sum over tensor-parallel ranks of its own for the output norm.
+    assert "reduce" not in inspect.getsource(importlib.import_module(gated_delta_net.GatedDeltaNet.__module__))
+    # The CPU platform answers these two calls.
+    forward = source(gated_delta_net.GatedDeltaNet.forward)
+    assert "qkv, _ = causal_conv1d(" in forward
+    assert "core_attn_out, _ = self.gated_delta_rule(" in forward
+    assert "query_key = l2norm(query_key.contiguous())" in source(
+        gated_delta_net.GatedDeltaNet._prepare_input_for_gated_delta_rule
+    )
 
 
 def test_model_router() -> None:

@@ -8,12 +8,15 @@ those of Megatron's config.
 """
 
 import hashlib
+import math
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from megatron.core.tensor_parallel.layers import RowParallelLinear, VocabParallelEmbedding
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -24,7 +27,7 @@ from megagate.model.attention import GatedSelfAttention
 
 @torch.no_grad()
 def initialize_by_name(model: list[MegatronModule], seed: int) -> list[MegatronModule]:
-    """Draw every matrix of the model's chunks anew, the same for all layouts; norms and biases are left alone.
+    """Draw every weight of the model's chunks anew, the same for all layouts; norms and biases are left alone.
 
     Args:
         model: the chunks of this rank, before any wrapping.
@@ -41,9 +44,10 @@ def initialize_by_name(model: list[MegatronModule], seed: int) -> list[MegatronM
             if init_method is not None:
                 shard.data.copy_(_draw(shard, init_method, seed))
                 drawn += shard.data.numel()
-        matrices = sum(parameter.numel() for parameter in chunk.parameters() if parameter.dim() > 1)
-        if drawn != matrices:
-            raise RuntimeError(f"drew {drawn} of {matrices} weights: a parameter is missing from the sharded state")
+        storages = ((parameter.untyped_storage().data_ptr(), parameter) for parameter in chunk.parameters())
+        weights = sum(parameter.numel() for address, parameter in storages if address in init_methods)
+        if drawn != weights:
+            raise RuntimeError(f"drew {drawn} of {weights} weights: a parameter is missing from the sharded state")
         for module in chunk.modules():
             if isinstance(module, GatedSelfAttention):
                 module.reset_padding()
@@ -51,18 +55,27 @@ def initialize_by_name(model: list[MegatronModule], seed: int) -> list[MegatronM
 
 
 def _init_methods(chunk: MegatronModule) -> Iterator[tuple[int, Callable[[Tensor], Tensor]]]:
-    """Yield (storage address, init method) of each matrix."""
+    """Yield (storage address, init method) of each weight."""
     config: TransformerConfig = chunk.config
     for module in chunk.modules():
         if isinstance(module, RowParallelLinear):
             init_method = config.output_layer_init_method
         elif isinstance(module, (VocabParallelEmbedding, nn.Embedding)):
             init_method = config.embedding_init_method
+        elif isinstance(module, nn.Conv1d):  # of Gated DeltaNet, where Megatron keeps torch's distribution
+            init_method = partial(nn.init.kaiming_uniform_, a=math.sqrt(5))
         else:
             init_method = config.init_method
         for parameter in module.parameters(recurse=False):
             if parameter.dim() > 1:
                 yield parameter.untyped_storage().data_ptr(), init_method
+        if isinstance(module, GatedDeltaNet):
+            yield module.A_log.untyped_storage().data_ptr(), partial(_log_uniform, limits=module.A_init_range)
+
+
+def _log_uniform(tensor: Tensor, limits: tuple[float, float]) -> Tensor:
+    """Fill with the logarithm of numbers between the limits (the decay rates of Gated DeltaNet, as Megatron's)."""
+    return tensor.uniform_(*limits).log_()
 
 
 def _parameter_shards(chunk: MegatronModule) -> Iterator[ShardedTensor]:

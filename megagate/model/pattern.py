@@ -1,16 +1,17 @@
 """From transformer blocks, as users count them, to Megatron's hybrid layer pattern.
 
 A block is an attention layer and a feed-forward layer. HybridModel counts these as two and names them by symbols:
-`*` attention, `E` experts, `-` dense MLP, `|` pipeline boundary. Users give `--num-layers` blocks and, with Megatron's
-own `--moe-layer-freq`, say which of them have experts; this module writes the pattern.
+`*` attention, `G` Gated DeltaNet, `E` experts, `-` dense MLP, `|` pipeline boundary. Users give `--num-layers` blocks
+and, with Megatron's own `--moe-layer-freq` and `--linear-attention-freq`, say which of them have experts and which
+have linear attention; this module writes the pattern.
 """
 
 from collections.abc import Sequence
 
 from megagate.errors import UserError
 
-ATTENTION, EXPERTS, DENSE, BOUNDARY = "*", "E", "-", "|"
-KNOWN_SYMBOLS = frozenset((ATTENTION, EXPERTS, DENSE, BOUNDARY))
+ATTENTION, DELTA_NET, EXPERTS, DENSE, BOUNDARY = "*", "G", "E", "-", "|"
+KNOWN_SYMBOLS = frozenset((ATTENTION, DELTA_NET, EXPERTS, DENSE, BOUNDARY))
 PATTERN_FLAG = "--hybrid-layer-pattern"
 
 
@@ -30,12 +31,33 @@ def expert_blocks(num_blocks: int, moe_layer_freq: int | Sequence[int], num_expe
         return [False] * num_blocks
     if isinstance(moe_layer_freq, int):
         return [block % moe_layer_freq == 0 for block in range(num_blocks)]
-    if len(moe_layer_freq) != num_blocks:
+    return _each_block("--moe-layer-freq", moe_layer_freq, num_blocks)
+
+
+def linear_attention_blocks(num_blocks: int, linear_attention_freq: int | Sequence[int] | None) -> list[bool]:
+    """Return for each block whether its attention is linear, that is, Gated DeltaNet.
+
+    Args:
+        num_blocks: blocks of the whole model.
+        linear_attention_freq: as Megatron's flag: an integer n puts softmax attention into the blocks n-1, 2n-1, ...
+            and linear attention into the others; a list has one 0 or 1 per block. None for softmax attention only.
+
+    Raises:
+        UserError: the list has another length than the model.
+    """
+    if linear_attention_freq is None:
+        return [False] * num_blocks
+    if isinstance(linear_attention_freq, int):
+        return [(block + 1) % linear_attention_freq != 0 for block in range(num_blocks)]
+    return _each_block("--linear-attention-freq", linear_attention_freq, num_blocks)
+
+
+def _each_block(flag: str, values: Sequence[int], num_blocks: int) -> list[bool]:
+    if len(values) != num_blocks:
         raise UserError(
-            f"--moe-layer-freq describes {len(moe_layer_freq)} blocks, but --num-layers is {num_blocks}: give one 0 or "
-            "1 for each block"
+            f"{flag} describes {len(values)} blocks, but --num-layers is {num_blocks}: give one 0 or 1 for each block"
         )
-    return [bool(flag) for flag in moe_layer_freq]
+    return [bool(value) for value in values]
 
 
 def stage_sizes(num_blocks: int, num_stages: int, first: int | None = None, last: int | None = None) -> list[int]:
@@ -68,14 +90,18 @@ def stage_sizes(num_blocks: int, num_stages: int, first: int | None = None, last
     return sizes
 
 
-def derive_pattern(has_experts: Sequence[bool], sizes: Sequence[int]) -> str:
-    """Write the hybrid layer pattern, for example `*-*E|*E*E`.
+def derive_pattern(has_experts: Sequence[bool], is_linear: Sequence[bool], sizes: Sequence[int]) -> str:
+    """Write the hybrid layer pattern, for example `*-*E|GE*E`.
 
     Args:
         has_experts: one entry per block, from `expert_blocks`.
+        is_linear: one entry per block, from `linear_attention_blocks`.
         sizes: blocks per stage, from `stage_sizes`.
     """
-    blocks = [ATTENTION + (EXPERTS if experts else DENSE) for experts in has_experts]
+    blocks = [
+        (DELTA_NET if linear else ATTENTION) + (EXPERTS if experts else DENSE)
+        for experts, linear in zip(has_experts, is_linear, strict=True)
+    ]
     stages, start = [], 0
     for size in sizes:
         stages.append("".join(blocks[start : start + size]))
@@ -93,7 +119,7 @@ def check_pattern(pattern: str, num_experts: int | None) -> None:
     if unknown:
         raise UserError(
             f"{PATTERN_FLAG} {pattern!r} has {', '.join(map(repr, unknown))}, for which there is no layer yet: use "
-            "* (attention), E (experts), - (dense MLP) and | (pipeline boundary)"
+            "* (attention), G (Gated DeltaNet), E (experts), - (dense MLP) and | (pipeline boundary)"
         )
     if EXPERTS in pattern and not num_experts:
         raise UserError(f"{PATTERN_FLAG} {pattern!r} has expert layers (E), but --num-experts is not given")

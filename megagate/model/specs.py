@@ -6,6 +6,7 @@ from functools import partial
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
 from megatron.core.models.hybrid.hybrid_block import HybridStackSubmodules
+from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
 from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
@@ -22,6 +23,8 @@ from megatron.core.transformer.transformer_layer import (
 from megagate.gate.config import GateConfig
 from megagate.model.attention import GatedSelfAttention
 from megagate.model.backends import TorchBackend, TorchHybridStack
+from megagate.model.backends.norm import norm_class
+from megagate.model.delta_net import GatedDeltaNet
 from megagate.model.router import Router
 
 
@@ -69,7 +72,17 @@ def hybrid_stack_spec(config: TransformerConfig, gate: GateConfig, *, recompute_
             mlp_bda=get_bias_dropout_add,
         ),
     )
-    layers = HybridStackSubmodules(attention_layer=attention_layer, mlp_layer=dense_layer)
+    delta_net = ModuleSpec(
+        module=GatedDeltaNet,
+        submodules=GatedDeltaNetSubmodules(in_proj=column_parallel, out_norm=norm_class(config), out_proj=row_parallel),
+    )
+    delta_net_layer = ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=norm, self_attention=delta_net, self_attn_bda=get_bias_dropout_add
+        ),
+    )
+    layers = HybridStackSubmodules(attention_layer=attention_layer, gdn_layer=delta_net_layer, mlp_layer=dense_layer)
     if config.num_moe_experts:
         experts = get_moe_module_spec_for_backend(
             backend=backend, num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm

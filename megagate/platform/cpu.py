@@ -24,6 +24,7 @@ import psutil
 import torch
 import torch.distributed
 import torch.utils._device
+from torch.nn import functional
 
 CPU = torch.device("cpu")
 
@@ -45,8 +46,9 @@ ENVIRONMENT = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
 }
 
-GPU_ONLY_PACKAGES = ("transformer_engine", "transformer_engine_torch")
-"""Packages hidden from import: installed without a GPU they fail on missing driver libraries, not with ImportError."""
+GPU_ONLY_PACKAGES = ("transformer_engine", "transformer_engine_torch", "fla")
+"""Packages hidden from import: without a GPU the first two fail on missing driver libraries, not with ImportError, and
+the third takes many seconds to import for kernels that cannot run."""
 
 
 @dataclass
@@ -394,11 +396,45 @@ def _training_initialization() -> dict[tuple[Any, str], Any]:
     return {(initialize, "initialize_megatron"): without_cuda, (training, "initialize_megatron"): without_cuda}
 
 
+def _l2norm(x: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
+    """Return x / sqrt(sum(x^2) + eps) over the last dimension, in fp32, with the dtype of x."""
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def _causal_conv1d(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str, **without_state: Any
+) -> tuple[torch.Tensor, None]:
+    """Return silu(conv(x)) of x [b, s, c] with weight [c, w], in which a position sees itself and the w-1 before it."""
+    if activation not in ("silu", "swish"):
+        raise ValueError(f"the causal convolution has no activation {activation!r}")
+    channels, width = weight.shape
+    convolved = functional.conv1d(x.transpose(1, 2), weight[:, None], bias, padding=width - 1, groups=channels)
+    return functional.silu(convolved[..., : x.shape[1]]).transpose(1, 2), None
+
+
+def _delta_net() -> dict[tuple[Any, str], Any]:
+    common = importlib.import_module("megatron.core.ssm.gated_delta_net.common")
+    layer = importlib.import_module("megatron.core.ssm.gated_delta_net.gdn")
+    return {
+        (common, "HAVE_FLA"): True,
+        (common, "l2norm"): _l2norm,
+        (layer, "causal_conv1d"): _causal_conv1d,
+        (layer, "chunk_gated_delta_rule"): common.torch_chunk_gated_delta_rule,
+    }
+
+
 TRAINING_PATCHES = [
     Patch(
         "training_initialization",
         "pretrain() calls initialize_megatron() without its allow_no_cuda argument.",
         _training_initialization,
+    ),
+    Patch(
+        "delta_net",
+        "Gated DeltaNet takes its kernels from flash-linear-attention, which are written in Triton. Megatron has the "
+        "delta rule in torch for its deterministic mode, which still needs the norm of that package.",
+        _delta_net,
     ),
 ]
 

@@ -27,7 +27,15 @@ from megagate.gate.config import (
 )
 from megagate.model.backends import torch_backend
 from megagate.model.builder import model_config
-from megagate.model.pattern import BOUNDARY, check_pattern, derive_pattern, expert_blocks, stage_sizes
+from megagate.model.pattern import (
+    BOUNDARY,
+    DELTA_NET,
+    check_pattern,
+    derive_pattern,
+    expert_blocks,
+    linear_attention_blocks,
+    stage_sizes,
+)
 from megagate.platform import cpu, on_cpu
 from megagate.pretrain.datasets import dataset_prefixes
 from megagate.pretrain.gate_checks import add_gate_training_arguments, check_gate
@@ -65,6 +73,8 @@ NOT_AVAILABLE: dict[str, str] = {
 }
 """Flags that would be ignored or fail deep inside, with the sentence that refuses them."""
 
+LINEAR_ATTENTION = "gated_delta_net"
+"""Megatron's name for the layer `G` of a pattern."""
 
 GATE_MODULE = "gate"
 """What to write after --recompute-modules to have gated tensors rebuilt in the backward pass."""
@@ -80,6 +90,12 @@ POSITIVE = (
     "num_experts",
     "moe_router_topk",
     "moe_layer_freq",
+    "linear_attention_freq",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "linear_conv_kernel_dim",
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
     "context_parallel_size",
@@ -259,14 +275,43 @@ def check_schedule(args: argparse.Namespace) -> None:
 
 
 def set_pattern(args: argparse.Namespace) -> None:
-    """Derive the hybrid layer pattern from blocks, unless the user wrote one, and restate per-block settings.
+    """Derive the hybrid layer pattern from blocks, unless the user wrote one, and set what follows from it.
+
+    Afterwards the settings for linear attention are those of the pattern, by hybrid layer. HybridModel does not need
+    them; Megatron's checks of Gated DeltaNet's sizes and its own kind of recomputation do.
+    """
+    variant = args.experimental_attention_variant
+    if variant not in (None, LINEAR_ATTENTION):
+        raise UserError(f"--experimental-attention-variant {variant} is not there: {LINEAR_ATTENTION} is the only one")
+    if args.linear_attention_freq is not None and variant is None:
+        raise UserError(
+            f"--linear-attention-freq has no effect without --experimental-attention-variant {LINEAR_ATTENTION}: add it"
+        )
+    if args.hybrid_layer_pattern is None:
+        if variant is not None and args.linear_attention_freq is None:
+            raise UserError(
+                f"--experimental-attention-variant {variant} is given without --linear-attention-freq: say which "
+                "blocks have linear attention, for example 4 for all but every fourth"
+            )
+        _derive_pattern(args)
+    else:
+        check_pattern(args.hybrid_layer_pattern, args.num_experts)
+        if variant is not None and DELTA_NET not in args.hybrid_layer_pattern:
+            raise UserError(
+                f"--experimental-attention-variant is {variant}, but --hybrid-layer-pattern "
+                f"{args.hybrid_layer_pattern!r} has no such layer ({DELTA_NET})"
+            )
+    is_linear = [int(layer == DELTA_NET) for layer in args.hybrid_layer_pattern.replace(BOUNDARY, "")]
+    args.experimental_attention_variant = LINEAR_ATTENTION if any(is_linear) else None
+    args.linear_attention_freq = is_linear if any(is_linear) else None
+
+
+def _derive_pattern(args: argparse.Namespace) -> None:
+    """Derive the hybrid layer pattern from blocks, and restate per-block settings.
 
     Afterwards `num_layers` counts hybrid layers, as Megatron needs, and the flags that describe pipeline stages in
     blocks are unset, since the pattern's boundaries say it.
     """
-    if args.hybrid_layer_pattern is not None:
-        check_pattern(args.hybrid_layer_pattern, args.num_experts)
-        return
     blocks, pipeline = args.num_layers, args.pipeline_model_parallel_size
     if blocks is None:
         raise UserError("--num-layers is not given: say how many transformer blocks the model has")
@@ -289,7 +334,8 @@ def set_pattern(args: argparse.Namespace) -> None:
         blocks, pipeline * virtual, args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
     )
     has_experts = expert_blocks(blocks, args.moe_layer_freq, args.num_experts)
-    args.hybrid_layer_pattern = derive_pattern(has_experts, sizes)
+    is_linear = linear_attention_blocks(blocks, args.linear_attention_freq)
+    args.hybrid_layer_pattern = derive_pattern(has_experts, is_linear, sizes)
     args.num_layers = len(args.hybrid_layer_pattern.replace(BOUNDARY, ""))
     args.moe_layer_freq = 1
     args.num_layers_per_virtual_pipeline_stage = args.num_virtual_stages_per_pipeline_rank = None

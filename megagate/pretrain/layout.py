@@ -7,9 +7,12 @@ messages are the flags' own names.
 import argparse
 import math
 
+from megatron.core.ssm.gated_delta_net import HAVE_FLA
+
 from megagate.errors import UserError
 from megagate.gate import QKVLayout, gate_config_from_args
-from megagate.model.pattern import BOUNDARY
+from megagate.model.pattern import BOUNDARY, DELTA_NET
+from megagate.platform import on_cpu
 
 
 def check_layout(args: argparse.Namespace) -> None:
@@ -25,6 +28,8 @@ def check_layout(args: argparse.Namespace) -> None:
     _check_world(args)
     if args.num_experts:
         _check_experts(args)
+    if DELTA_NET in args.hybrid_layer_pattern:
+        _check_delta_net(args)
     _check_sequence(args)
     _check_batch(args)
 
@@ -107,6 +112,29 @@ def _check_experts(args: argparse.Namespace) -> None:
             f"experts with --tensor-model-parallel-size {args.tensor_model_parallel_size} are trained only under "
             "--sequence-parallel: add it"
         )
+
+
+def _check_delta_net(args: argparse.Namespace) -> None:
+    if not (HAVE_FLA or on_cpu()):
+        raise UserError(
+            "Gated DeltaNet (G) needs flash-linear-attention on GPUs, which cannot be imported: install it with "
+            "`pip install 'megagate[gdn]'`"
+        )
+    if not args.swiglu:
+        raise UserError("Gated DeltaNet (G) needs the activation SiLU: add --swiglu, which sets it for the whole model")
+    if args.reset_attention_mask:
+        raise UserError(
+            "--reset-attention-mask has no effect on Gated DeltaNet (G), whose state goes on from document to "
+            "document: leave it out"
+        )
+    if "gdn_norm_out" in (args.recompute_modules or ()):
+        raise UserError("--recompute-modules gdn_norm_out needs Transformer Engine: leave it out, or recompute in full")
+    key_heads, value_heads = args.linear_num_key_heads, args.linear_num_value_heads
+    _require_divisible(value_heads, "--linear-num-value-heads", key_heads, "--linear-num-key-heads")
+    ranks = args.tensor_model_parallel_size * args.context_parallel_size
+    _require_divisible(
+        key_heads, "--linear-num-key-heads", ranks, "--tensor-model-parallel-size x --context-parallel-size ="
+    )
 
 
 def _check_sequence(args: argparse.Namespace) -> None:

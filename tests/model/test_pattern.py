@@ -7,7 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megagate.errors import UserError
-from megagate.model.pattern import check_pattern, derive_pattern, expert_blocks, stage_sizes
+from megagate.model.pattern import (
+    check_pattern,
+    derive_pattern,
+    expert_blocks,
+    linear_attention_blocks,
+    stage_sizes,
+)
 
 
 @pytest.mark.parametrize(
@@ -27,6 +33,16 @@ def test_a_dense_model_has_no_expert_blocks(num_experts: int | None) -> None:
 def test_a_frequency_list_of_another_length_is_refused() -> None:
     with pytest.raises(UserError, match=re.escape("--moe-layer-freq describes 2 blocks, but --num-layers is 3")):
         expert_blocks(3, [1, 0], num_experts=4)
+    with pytest.raises(UserError, match=re.escape("--linear-attention-freq describes 4 blocks, but --num-layers is 3")):
+        linear_attention_blocks(3, [1, 1, 1, 0])
+
+
+@pytest.mark.parametrize(
+    ("frequency", "expected"),
+    [(None, "******"), (1, "******"), (2, "G*G*G*"), (4, "GGG*GG"), (9, "GGGGGG"), ([0, 1, 1, 0, 0, 1], "*GG**G")],
+)
+def test_linear_attention_blocks(frequency: int | list[int] | None, expected: str) -> None:
+    assert linear_attention_blocks(6, frequency) == [symbol == "G" for symbol in expected]
 
 
 @pytest.mark.parametrize(
@@ -79,13 +95,15 @@ def test_stages_that_do_not_divide_are_refused(arguments: tuple[int, ...], sente
 
 
 def test_derive_pattern() -> None:
-    assert derive_pattern([False, True, True], [1, 2]) == "*-|*E*E"
-    assert derive_pattern([True] * 3, [3]) == "*E*E*E"
-    assert derive_pattern([False, True], [1, 0, 1]) == "*-||*E"  # an empty stage is one all the same
+    softmax = [False] * 3
+    assert derive_pattern([False, True, True], softmax, [1, 2]) == "*-|*E*E"
+    assert derive_pattern([True] * 3, softmax, [3]) == "*E*E*E"
+    assert derive_pattern([False, True], softmax[:2], [1, 0, 1]) == "*-||*E"  # an empty stage is one all the same
+    assert derive_pattern([False, True, True], [True, False, True], [2, 1]) == "G-*E|GE"
 
 
 @pytest.mark.parametrize(
-    ("pattern", "num_experts"), [("*-*-", None), ("*E|*-", 4), ("**E", 1), ("-", None), ("", None)]
+    ("pattern", "num_experts"), [("*-*-", None), ("*E|*-", 4), ("**E", 1), ("G-GE", 1), ("-", None), ("", None)]
 )
 def test_patterns_that_are_accepted(pattern: str, num_experts: int | None) -> None:
     check_pattern(pattern, num_experts)
@@ -95,9 +113,9 @@ def test_patterns_that_are_accepted(pattern: str, num_experts: int | None) -> No
     ("pattern", "num_experts", "sentence"),
     [
         (
-            "M*-G",
+            "M*-D",
             None,
-            "--hybrid-layer-pattern 'M*-G' has 'G', 'M', for which there is no layer yet: use * (attention)",
+            "--hybrid-layer-pattern 'M*-D' has 'D', 'M', for which there is no layer yet: use * (attention), G (Gated",
         ),
         ("*E/*E", 4, "--hybrid-layer-pattern '*E/*E' has '/', for which there is no layer yet"),
         ("*E", None, "--hybrid-layer-pattern '*E' has expert layers (E), but --num-experts is not given"),

@@ -22,7 +22,8 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU platf
 
 LAYOUT = (
     "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2 --expert-tensor-parallel-size 2 "
-    "--gate-preset sdpa-headwise"
+    "--gate-preset sdpa-headwise --experimental-attention-variant gated_delta_net --linear-attention-freq 2 "
+    "--linear-num-key-heads 2 --linear-num-value-heads 4 --linear-key-head-dim 8 --linear-value-head-dim 8"
 ).split()
 
 

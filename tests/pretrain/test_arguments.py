@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megagate.errors import UserError
-from megagate.pretrain import arguments
+from megagate.pretrain import arguments, layout
 from megagate.pretrain.arguments import NOT_AVAILABLE, POSITIVE, build_parser, check_data, read
 from tests.training import MODEL, RUN, TINY
 
@@ -73,6 +73,78 @@ def test_per_block_settings_are_restated_for_hybrid_layers() -> None:
     assert args.no_rope_freq[::2] == [0, 0, 0, 1]
     args = read([*DENSE, "--num-layers", "2", "--no-rope-freq", "[1,0]"])
     assert args.no_rope_freq == [1, 1, 0, 0]
+
+
+DELTA_NET = ["--experimental-attention-variant", "gated_delta_net"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "pattern", "is_linear"),
+    [
+        ([*DELTA_NET, "--linear-attention-freq", "4"], "GEGEGE*E", [1, 0, 1, 0, 1, 0, 0, 0]),
+        ([*DELTA_NET, "--linear-attention-freq", "[0]+[1]*3"], "*EGEGEGE", [0, 0, 1, 0, 1, 0, 1, 0]),
+        ([*DELTA_NET, "--linear-attention-freq", "2", "--moe-layer-freq", "2"], "GE*-GE*-", [1, 0, 0, 0, 1, 0, 0, 0]),
+        ([*DELTA_NET, "--linear-attention-freq", "1"], "*E*E*E*E", None),
+        ([*DELTA_NET, "--hybrid-layer-pattern", "GE*E"], "GE*E", [1, 0, 0, 0]),
+        (["--hybrid-layer-pattern", "GE*E"], "GE*E", [1, 0, 0, 0]),
+    ],
+)
+def test_linear_attention(flags: list[str], pattern: str, is_linear: list[int] | None) -> None:
+    """From blocks or from a pattern, with Megatron's sizes; its settings are then those of hybrid layers."""
+    args = read([*TINY, "--num-layers", "4", *flags])
+    assert args.hybrid_layer_pattern == pattern
+    assert args.linear_attention_freq == is_linear
+    assert args.experimental_attention_variant == ("gated_delta_net" if is_linear else None)
+    assert (args.linear_num_key_heads, args.linear_num_value_heads) == (16, 32)
+    assert (args.linear_key_head_dim, args.linear_value_head_dim, args.linear_conv_kernel_dim) == (128, 128, 4)
+
+
+def test_linear_attention_on_pipeline_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    flags = [*DELTA_NET, "--linear-attention-freq", "4", "--pipeline-model-parallel-size", "2"]
+    assert read([*TINY, "--num-layers", "4", *flags]).hybrid_layer_pattern == "GEGE|GE*E"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (DELTA_NET, "is given without --linear-attention-freq: say which blocks have linear attention"),
+        (["--linear-attention-freq", "2"], "no effect without --experimental-attention-variant gated_delta_net: add"),
+        (["--experimental-attention-variant", "dsa"], "--experimental-attention-variant dsa is not there: gated_delta"),
+        ([*DELTA_NET, "--linear-attention-freq", "[1,0,1]"], "--linear-attention-freq describes 3 blocks, but"),
+        ([*DELTA_NET, "--hybrid-layer-pattern", "*E"], "but --hybrid-layer-pattern '*E' has no such layer (G)"),
+        (["--hybrid-layer-pattern", "GE", "--reset-attention-mask"], "--reset-attention-mask has no effect on Gated"),
+        (
+            [
+                "--hybrid-layer-pattern",
+                "GE",
+                *"--recompute-granularity selective --recompute-modules gdn_norm_out".split(),
+            ],
+            "--recompute-modules gdn_norm_out needs Transformer Engine",
+        ),
+        (
+            ["--hybrid-layer-pattern", "GE", "--linear-num-key-heads", "3"],
+            "--linear-num-value-heads is 32, which --linear-num-key-heads 3 does not divide",
+        ),
+    ],
+)
+def test_linear_attention_refused(flags: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=re.escape(message)):
+        read([*TINY, *flags])
+
+
+def test_gated_delta_net_needs_the_activation_silu() -> None:
+    argv = [flag for flag in DENSE if flag != "--swiglu"]
+    with pytest.raises(UserError, match=r"Gated DeltaNet \(G\) needs the activation SiLU: add --swiglu"):
+        read([*argv, "--hybrid-layer-pattern", "G-"])
+
+
+def test_gated_delta_net_on_a_gpu_needs_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here they are hidden, since they need Triton."""
+    monkeypatch.setattr(layout, "on_cpu", lambda: False)
+    with pytest.raises(UserError, match=re.escape("install it with `pip install 'megagate[gdn]'`")):
+        read([*TINY, "--hybrid-layer-pattern", "GE"])
+    read(TINY)
 
 
 def test_megatrons_own_gate_flag_is_a_preset() -> None:

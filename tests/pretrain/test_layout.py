@@ -8,6 +8,7 @@ from tests.training import EXPERTS, MODEL, RUN
 
 DENSE = [*MODEL, *RUN]
 VIRTUAL = ["--num-virtual-stages-per-pipeline-rank", "2"]
+DELTA_NET = "--hybrid-layer-pattern G-*- --linear-num-key-heads 2 --linear-num-value-heads 4".split()
 MOE = [*MODEL, *EXPERTS, *RUN]
 
 
@@ -57,6 +58,11 @@ MOE = [*MODEL, *EXPERTS, *RUN]
             1,
             [*DENSE, "--micro-batch-size", "3"],
             r"--global-batch-size 4 is not a multiple of .* 3 x data parallel 1 = 3",
+        ),
+        (
+            4,
+            [*DENSE, *DELTA_NET, *"--tensor-model-parallel-size 2 --context-parallel-size 2".split()],
+            r"--linear-num-key-heads is 2, which --tensor-model-parallel-size x --context-parallel-size = 4 does not",
         ),
         (8, DENSE, r"--global-batch-size 4 is not a multiple of --micro-batch-size 1 x data parallel 8 = 8"),
         (

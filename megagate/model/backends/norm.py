@@ -55,8 +55,11 @@ def _tag_sequence_parallel(module: nn.Module, config: TransformerConfig) -> None
         parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
+def norm_class(config: TransformerConfig) -> type[RMSNorm | LayerNorm]:
+    """Return the norm that `config.normalization` names ("RMSNorm" or "LayerNorm")."""
+    return RMSNorm if config.normalization == "RMSNorm" else LayerNorm
+
+
 def build_norm(config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> RMSNorm | LayerNorm:
-    """Build the norm that `config.normalization` names ("RMSNorm" or "LayerNorm")."""
-    if config.normalization == "RMSNorm":
-        return RMSNorm(config, hidden_size, eps)
-    return LayerNorm(config, hidden_size, eps)
+    """Build the norm that `config.normalization` names."""
+    return norm_class(config)(config, hidden_size, eps)
