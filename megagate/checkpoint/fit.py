@@ -14,7 +14,7 @@ from megagate.checkpoint.load import RELEASE, common_state
 from megagate.checkpoint.names import translate_on_load
 from megagate.errors import UserError
 from megagate.gate.config import describe, gate_config_from_args
-from megagate.model.pattern import BOUNDARY, derive_pattern, expert_blocks
+from megagate.model.pattern import BOUNDARY, derive_pattern, expert_blocks, linear_attention_blocks
 
 MODEL_ARGUMENTS = (
     "hidden_size",
@@ -23,6 +23,11 @@ MODEL_ARGUMENTS = (
     "group_query_attention",
     "num_query_groups",
     "kv_channels",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "linear_conv_kernel_dim",
     "num_experts",
     "moe_ffn_hidden_size",
     "moe_shared_expert_intermediate_size",
@@ -135,7 +140,8 @@ def _layers(args: argparse.Namespace) -> str | None:
     if blocks is None:
         return None
     has_experts = expert_blocks(blocks, getattr(args, "moe_layer_freq", 1), getattr(args, "num_experts", None))
-    return derive_pattern(has_experts, [blocks])
+    is_linear = linear_attention_blocks(blocks, getattr(args, "linear_attention_freq", None))
+    return derive_pattern(has_experts, is_linear, [blocks])
 
 
 def _check_vocabulary(args: argparse.Namespace, saved: argparse.Namespace, checkpoint: Path) -> None:

@@ -173,6 +173,8 @@ def _initialize(args: argparse.Namespace) -> None:
 
     from megagate.pretrain.train import use_prebuilt_index_builder
 
+    if on_cpu():
+        cpu.activate_training()
     use_prebuilt_index_builder()
     set_args(args)
     init_num_microbatches_calculator(0, None, args.global_batch_size, args.micro_batch_size, 1)

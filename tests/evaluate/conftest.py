@@ -14,6 +14,11 @@ LAYOUTS = {
     "bf16": (1, "--bf16"),
     "documents-apart": (1, "--reset-attention-mask --reset-position-ids --null-tokenizer-eod-id 3"),
     "headwise": (1, "--gate-preset sdpa-headwise"),
+    "delta-net": (
+        2,
+        "--pipeline-model-parallel-size 2 --hybrid-layer-pattern GE|*E --linear-num-key-heads 2 "
+        "--linear-num-value-heads 4 --linear-key-head-dim 8 --linear-value-head-dim 8",
+    ),
     "baseline": (1, "--gate-preset baseline"),
 }
 """Name -> ranks, and flags beside those of `runs`; the gate is elementwise unless they say otherwise."""

@@ -17,7 +17,7 @@ from tests.evaluate import runs
 from tests.training import scalars
 
 
-@pytest.mark.parametrize("layout", ["tensor-expert", "pipeline", "bf16", "documents-apart"])
+@pytest.mark.parametrize("layout", ["tensor-expert", "pipeline", "bf16", "documents-apart", "delta-net"])
 def test_one_process_finds_the_loss_of_the_trainers_own_validation(layout, checkpoints, data, tmp_path):
     folder, output = checkpoints(layout), tmp_path / "result.json"
     words = ["--load", str(folder), "--data-path", data["one_document"], "--output", str(output)]

@@ -1,0 +1,33 @@
+"""A model with Gated DeltaNet goes on from its checkpoints, on the same layout and on others."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoint.conftest import Trained
+from tests.checkpoint.test_resume import LAYOUTS, check_same_layout, compare, resume
+from tests.checkpoint.training import DISTRIBUTED
+
+# GE*EGE*E. Epsilon and scale keep the norms of the heads from amplifying rounding, which the tolerance is for, as in
+# tests/model/test_delta_net.py.
+TOLERANCE = 1e-4
+DELTA_NET = (
+    "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 --linear-num-key-heads 2 "
+    "--linear-num-value-heads 4 --linear-key-head-dim 8 --linear-value-head-dim 8 "
+    "--norm-epsilon 1e-2 --init-method-std 0.1"
+).split()
+FLAGS = [*DISTRIBUTED, *DELTA_NET]
+
+
+def test_same_layout(trained: Trained, tmp_path: Path) -> None:
+    check_same_layout(trained, tmp_path, "tensor2-expert2", [*FLAGS, "--bf16"])
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("one", "tensor2"), ("tensor2", "pipeline2"), pytest.param("pipeline2", "one", marks=pytest.mark.full)],
+)
+def test_other_layout(trained: Trained, tmp_path: Path, before: str, after: str) -> None:
+    ranks, flags = LAYOUTS[before]
+    straight = trained(ranks, [*flags, *FLAGS])
+    assert compare(straight / "iter_0000004", resume(straight, tmp_path, after, FLAGS), tolerance=TOLERANCE) == []
