@@ -203,6 +203,7 @@ def test_what_is_said(preset: str, parameters: str, capsys: pytest.CaptureFixtur
     shape = {"num_attention_heads": 4, "group_query_attention": True, "num_query_groups": 2, "kv_channels": 8}
     others = {"hidden_size": 8, "hybrid_layer_pattern": "*-|*E", "init_method_std": 0.5}
     where = {"gate_preset": preset, "warm_start_from": "base/iter_0000002", "init_method_xavier_uniform": False}
+    where |= {"gate_init_std": None, "gate_init_bias": None}
     warm_start.prepare(argparse.Namespace(**shape, **others, **where))
     assert capsys.readouterr().out == (
         f"megagate: warm start from base/iter_0000002; new parameters of the gate {preset}: {parameters}; all other "
