@@ -1,7 +1,7 @@
 """The model that the benchmarks train, in all its variants, and its training step.
 
-Four blocks, hidden size 256, 8 heads of 32 in 2 groups, 8 experts of width 256 of which a token uses 2, vocabulary 4096,
-fp32. A step is forward, backward, gradient clipping and AdamW on 2 x 4 x 256 random tokens.
+Four blocks, hidden size 256, 8 heads of 32 in 2 groups, 8 experts of width 256 of which a token uses 2, vocabulary
+4096, fp32. A step is forward, backward, gradient clipping and AdamW on 2 x 4 x 256 random tokens.
 """
 
 import contextlib
@@ -56,7 +56,9 @@ def process_group() -> Iterator[None]:
 
 
 def build(variant: str, auxiliary_coefficient: float = AUXILIARY_COEFFICIENT) -> HybridModel:
-    """Return a fresh model: a preset by name, `MEGATRONS_GATE` (sdpa-elementwise computed by Megatron's own attention), or
+    """Return a fresh model.
+
+    `variant` is a preset's name, `MEGATRONS_GATE` (sdpa-elementwise computed by Megatron's own attention) or
     `MEGATRONS_LAYERS` (the baseline with Megatron's norms, attention and experts).
     """
     gate = preset({MEGATRONS_GATE: "sdpa-elementwise", MEGATRONS_LAYERS: "baseline"}.get(variant, variant))
@@ -145,7 +147,7 @@ def step_of(model: nn.Module, loss: Loss) -> Step:
 
 
 def with_megatrons_functions(step: Step) -> Step:
-    """Return the step with Megatron's own rotary embedding and cross entropy."""
+    """Return the step with the functions that `functions` replaces as Megatron has them."""
 
     def restored() -> None:
         functions.restore()

@@ -2,9 +2,9 @@
 
     make bench        or        python benchmarks/run.py [gates] [transformers] [--rounds N] [--threads N]
 
-One process, one model of each kind, steps in turn, so that whatever else the machine does falls on all alike. Ratios are
-medians over rounds of the ratio within a round. Read these; the times mean nothing elsewhere. On a machine with other
-work, `--threads 1 --cpu-time` is the steadier measure: threads that wait for each other are then not counted.
+One process, one model of each kind, steps in turn, so that whatever else the machine does falls on all alike. Ratios
+are medians over rounds of the ratio within a round. Read these; the times mean nothing elsewhere. On a machine with
+other work, `--threads 1 --cpu-time` is the steadier measure: threads that wait for each other are then not counted.
 """
 
 import argparse

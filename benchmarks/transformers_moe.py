@@ -25,8 +25,8 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from megagate.gate import QKVLayout
 
 IMPLEMENTATIONS = ("grouped_mm", "eager")
-"""Of the experts; the first is the default of transformers. `batched_mm` copies an expert's weights for each token, here
-2 GB per layer, and takes minutes."""
+"""Of the experts; the first is the default of transformers. `batched_mm` copies an expert's weights for each token,
+here over 1 GB per layer, and takes minutes."""
 
 TOLERANCE = 1e-4
 

@@ -26,6 +26,8 @@ from megatron.core.dist_checkpointing import gpt_checkpoint_interop
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.serialization import load_common_state_dict
 from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.models.common.embeddings import rope_utils
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_submodules
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
@@ -36,10 +38,14 @@ from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOpt
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from megatron.core.ssm import gated_delta_net
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import Attention, SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_logging import MetricEntry, MoEMetricsTracker
+from megatron.core.transformer.moe.moe_utils import sort_chunks_by_idxs
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from megatron.core.utils import get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
 from megatron.training import arguments as megatron_arguments
 from megatron.training import checkpointing
@@ -51,7 +57,7 @@ from megagate.checkpoint import torch_adam
 from megagate.checkpoint.fit import CONTEXT_ARGUMENTS, MODEL_ARGUMENTS
 from megagate.checkpoint.names import NORM_NAMES
 from megagate.checkpoint.pickles import INDEX_CLASSES
-from megagate.model.backends import torch_backend
+from megagate.model.backends import functions, torch_backend
 from megagate.model.router import GLOBAL_LOSS
 from megagate.platform import cpu
 from megagate.pretrain.arguments import DEFAULTS, NOT_AVAILABLE
@@ -165,6 +171,32 @@ def test_model_router() -> None:
 def test_model_stack() -> None:
     """megagate/model/backends/torch_backend.py forks the random state around the layers, which Megatron does not."""
     assert "fork" not in source(HybridStack.forward)
+
+
+def test_model_backends_functions() -> None:
+    """megagate/model/backends/functions.py: Megatron looks these functions up by name, with these parameters."""
+    assert "_apply_rotary_pos_emb_bshd(" in source(rope_utils.apply_rotary_pos_emb)
+    assert "tensor_parallel.vocab_parallel_cross_entropy(" in source(LanguageModule.compute_language_model_loss)
+    assert "= sort_chunks_by_idxs(" in source(MoEAlltoAllTokenDispatcher.dispatch_postprocess)
+    expected = {
+        functions.rotate_by_megatron: "t freqs rotary_interleaved mla_rotary_interleaved mscale multi_latent_attention",
+        vocab_parallel_cross_entropy: "vocab_parallel_logits target label_smoothing tp_group",
+        sort_chunks_by_idxs: "input split_sizes sorted_idxs probs fused",
+    }
+    assert {megatrons for megatrons, _ in functions.REPLACED.values()} == set(expected)
+    for function, names in expected.items():
+        assert list(inspect.signature(function).parameters) == names.split()
+
+
+def test_model_backends_experts() -> None:
+    """megagate/model/backends/experts.py stands for Megatron's experts, whose linear layers only multiply."""
+    assert list(inspect.signature(SequentialMLP.forward).parameters)[1:] == [
+        "permuted_local_hidden_states",
+        "tokens_per_expert",
+        "permuted_probs",
+    ]
+    assert "explicit_expert_comm" in source(ColumnParallelLinear.forward)
+    assert "explicit_expert_comm" in source(RowParallelLinear.forward)
 
 
 def test_pretrain_entry() -> None:

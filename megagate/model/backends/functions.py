@@ -1,6 +1,6 @@
-"""Two of Megatron's functions in fewer passes over memory: the rotary embedding and the cross entropy.
+"""Functions of Megatron in fewer passes over memory: rotary embedding, cross entropy, and the sorting of tokens.
 
-Megatron fuses both with Transformer Engine and otherwise spells them out, with a copy for almost every operator. The
+Megatron fuses them with Transformer Engine and otherwise spells them out, with a copy for almost every operator. The
 ones here have the arguments and the results of its plain versions, of which they take the place when the torch backend
 is chosen. They are replaced and not passed in, since Megatron calls them by name.
 """
@@ -13,6 +13,8 @@ import torch
 from megatron.core import tensor_parallel
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+from megatron.core.transformer.moe import token_dispatcher
+from megatron.core.transformer.moe.moe_utils import sort_chunks_by_idxs
 from megatron.core.utils import get_pg_rank, get_pg_size
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -112,9 +114,20 @@ def cross_entropy(
     return CrossEntropy.apply(vocab_parallel_logits, target, tp_group)
 
 
-REPLACED: dict[tuple[Any, str], tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
+@functools.wraps(sort_chunks_by_idxs)
+def sort_chunks(
+    input: Tensor, split_sizes: Tensor, sorted_idxs: Tensor, probs: Tensor | None = None, fused: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Put the chunks of `input` and `probs` in order; where a rank holds all experts they are, and need no copy."""
+    if sorted_idxs.tolist() == list(range(len(sorted_idxs))):
+        return input, probs
+    return sort_chunks_by_idxs(input, split_sizes, sorted_idxs, probs=probs, fused=fused)
+
+
+REPLACED: dict[tuple[Any, str], tuple[Callable[..., Any], Callable[..., Any]]] = {
     (rope_utils, "_apply_rotary_pos_emb_bshd"): (rotate_by_megatron, rotate),
     (tensor_parallel, "vocab_parallel_cross_entropy"): (vocab_parallel_cross_entropy, cross_entropy),
+    (token_dispatcher, "sort_chunks_by_idxs"): (sort_chunks_by_idxs, sort_chunks),
 }
 """Where Megatron looks a function up -> its function, ours."""
 
