@@ -20,8 +20,7 @@ class RootMeanSquare(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Return hidden [..., n] over its root mean square, times weight [n], in the dtype of `hidden`."""
         wide = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
-        scale = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()
-        scale = scale.div_(hidden.shape[-1]).add_(eps).rsqrt_()
+        scale = wide.square().mean(dim=-1, keepdim=True).add_(eps).rsqrt_()
         ctx.save_for_backward(hidden, weight, scale)
         return (wide * scale).mul_(weight).to(hidden.dtype)
 
