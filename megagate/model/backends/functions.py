@@ -81,7 +81,7 @@ class CrossEntropy(torch.autograd.Function):
         predicted = log_softmax.gather(-1, index).squeeze(-1)
         share = None
         if size > 1:
-            local = logits[..., 0].float() - log_softmax[..., 0]  # Z
+            local = logits.amax(dim=-1).float() - log_softmax.amax(dim=-1)  # Z; the largest L loses no digits to it
             largest = local.clone()
             all_reduce(largest, op=ReduceOp.MAX, group=group)
             total = (local - largest).exp_()
@@ -118,8 +118,11 @@ def cross_entropy(
 def sort_chunks(
     input: Tensor, split_sizes: Tensor, sorted_idxs: Tensor, probs: Tensor | None = None, fused: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Put the chunks of `input` and `probs` in order; where a rank holds all experts they are, and need no copy."""
-    if sorted_idxs.tolist() == list(range(len(sorted_idxs))):
+    """Put the chunks of `input` and `probs` in order; where a rank holds all experts they are, and need no copy.
+
+    On a GPU, looking would wait for it.
+    """
+    if not sorted_idxs.is_cuda and sorted_idxs.tolist() == list(range(len(sorted_idxs))):
         return input, probs
     return sort_chunks_by_idxs(input, split_sizes, sorted_idxs, probs=probs, fused=fused)
 
