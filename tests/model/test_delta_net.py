@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from megagate.gate import PRESETS
 from tests.distributed import run_distributed
 from tests.model.test_initialization import initial_parameters
 from tests.model.test_layouts import TOLERANCE, UPDATE_TOLERANCE, Layout
@@ -28,24 +29,26 @@ MODELS = {
     # GEGEGE*E
     "experts": f"{DELTA_NET} --linear-attention-freq 4 --num-layers 4 --ffn-hidden-size 24 --num-query-groups 2 "
     "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 24 --moe-aux-loss-coeff 0.1 --disable-bias-linear "
-    "--moe-router-load-balancing-type seq_aux_loss --apply-layernorm-1p --gate-preset sdpa-headwise",
+    "--moe-router-load-balancing-type seq_aux_loss --apply-layernorm-1p",
     # G-*-G-*-
     "dense": f"{DELTA_NET} --linear-attention-freq 2 --num-layers 4 --ffn-hidden-size 48 --num-query-groups 4 "
-    "--normalization LayerNorm --untie-embeddings-and-output-weights --gate-preset sdpa-elementwise",
+    "--normalization LayerNorm --untie-embeddings-and-output-weights",
 }
+PRESET = {"experts": "sdpa-headwise", "dense": "sdpa-elementwise"}
 
 # Weights that differ by one rounding (6e-8 of each) give gradients that differ by 1.8e-5. With a smaller epsilon it is
 # more: the norms of the heads amplify what is small.
 GRADIENT_TOLERANCE = 2e-5
 
 
-def train_cases(cases: list[Case], ranks: int = 1) -> list[Result]:
-    results = run_distributed(train_all, ranks, cases, timeout=120)
+def train_cases(cases: list[Case], ranks: int = 1, timeout: int = 120) -> list[Result]:
+    results = run_distributed(train_all, ranks, cases, timeout=timeout)
     return [assemble([rank[index] for rank in results]) for index in range(len(cases))]
 
 
-def case(model: str, layout: Layout | None = None, extra: str = "", **settings: Any) -> Case:
-    return Case(flags=f"{MODELS[model]} --micro-batch-size 2 {layout.flags if layout else ''} {extra}", **settings)
+def case(model: str, layout: Layout | None = None, extra: str = "", preset: str | None = None, **settings: Any) -> Case:
+    flags = f"{MODELS[model]} --gate-preset {preset or PRESET[model]} --micro-batch-size 2"
+    return Case(flags=f"{flags} {layout.flags if layout else ''} {extra}", **settings)
 
 
 @functools.cache
@@ -226,6 +229,28 @@ def test_layout(layout: Layout, models: list[str]) -> None:
         assert_same(result, one_process(model))
 
 
+@pytest.mark.full
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("layout", "model"),
+    [
+        (Layout(ranks=4, tp=4), "dense"),
+        (Layout(ranks=4, tp=2, sp=True, pp=2, ep=2), "experts"),
+        (Layout(ranks=4, tp=2, sp=True, cp=2), "experts"),
+        (Layout(ranks=2, pp=2, vpp=2), "experts"),
+    ],
+    ids=str,
+)
+def test_every_gate(layout: Layout, model: str) -> None:
+    results = train_cases([case(model, layout, preset=preset) for preset in PRESETS], layout.ranks, timeout=600)
+    for preset, result in zip(PRESETS, results, strict=True):
+        try:
+            assert_same(result, one_process(model, preset=preset))
+        except AssertionError as error:
+            error.add_note(preset)
+            raise
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_no_gradient_is_zero(model: str) -> None:
     """A comparison of zeros would show nothing."""
@@ -264,7 +289,7 @@ def test_bf16() -> None:
 
 
 def test_a_pattern_of_ones_own_is_the_same_model() -> None:
-    flags = MODELS["experts"].replace("--linear-attention-freq 4 --num-layers 4", "--hybrid-layer-pattern GEGEGE*E")
+    flags = case("experts").flags.replace("--linear-attention-freq 4 --num-layers 4", "--hybrid-layer-pattern GEGEGE*E")
     (result,) = train_cases([Case(flags=f"{flags} --micro-batch-size 2")])
     assert_same(result, one_process("experts"))
 

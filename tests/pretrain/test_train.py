@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy
 import pytest
 
-from tests.training import TINY, scalars
+from tests.distributed import run_distributed
+from tests.training import TINY, scalars, train
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -65,6 +66,18 @@ def test_torchrun_gives_the_loss_of_one_process(tmp_path: Path) -> None:
     assert together.returncode == 0, together.stderr
     assert losses(together.stdout) == losses(alone.stdout)
     assert together.stdout.count("running on the CPU platform") == 1
+
+
+@pytest.mark.parametrize("preset", ["sdpa-constant", "output-elementwise"])
+def test_communication_that_overlaps_changes_nothing(preset: str, tmp_path: Path) -> None:
+    """A parameter whose module is not called would be used before the step's new value has arrived."""
+    overlap = ["--overlap-grad-reduce", "--overlap-param-gather"]
+    for name, flags in (("plain", []), ("overlap", overlap)):
+        argv = [*TINY, "--gate-preset", preset, "--train-iters", "4", "--lr", "1e-2", *flags]
+        run_distributed(train, 2, [*argv, "--tensorboard-dir", str(tmp_path / name)], timeout=100)
+    plain, overlapped = (scalars(tmp_path / name)["lm loss"] for name in ("plain", "overlap"))
+    assert len(set(plain.values())) == 4
+    assert overlapped == pytest.approx(plain, rel=1e-6)
 
 
 def write_dataset(prefix: Path, documents: int = 20, length: int = 100, largest: int = 254) -> None:

@@ -89,7 +89,7 @@ def _slices(counts: list[int]) -> Iterator[slice]:
 
 
 class TorchExperts(SequentialMLP):
-    """Megatron's local experts, computed by `SwiGLUExperts` where they are plain SwiGLUs, as a MoE's usually are."""
+    """Megatron's local experts, computed by `SwiGLUExperts` where they are plain SwiGLUs that nothing hooks into."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -116,10 +116,21 @@ class TorchExperts(SequentialMLP):
             [n, H], and None for the bias. Under expert tensor parallelism it is this rank's part of the sum over F,
             which the dispatcher adds up.
         """
-        if not self.is_plain:
+        if not self.is_plain or self._is_hooked():
             return super().forward(permuted_local_hidden_states, tokens_per_expert, permuted_probs)
         weights = [
             weight for expert in self.local_experts for weight in (expert.linear_fc1.weight, expert.linear_fc2.weight)
         ]
         counts = [len(permuted_local_hidden_states)] if len(weights) == 2 else tokens_per_expert.tolist()
         return SwiGLUExperts.apply(permuted_local_hidden_states, permuted_probs, counts, *weights), None
+
+    def _is_hooked(self) -> bool:
+        """Whether calling the experts' modules does more than compute.
+
+        With --overlap-param-gather a hook before a module's forward waits for its parameters.
+        """
+        return any(
+            module._forward_pre_hooks or module._forward_hooks or module._backward_pre_hooks or module._backward_hooks
+            for expert in self.local_experts
+            for module in expert.modules()
+        )
