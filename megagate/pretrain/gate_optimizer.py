@@ -47,8 +47,9 @@ def _get_megatron_optimizer(
     with _gated_qkv_split(model_chunks):
         optimizer = _original(config, model_chunks, *args, **kwargs)
     settings = get_args()
-    if (settings.gate_lr_mult, settings.gate_wd_mult) != (1, 1):
-        scale_gate_updates(optimizer, model_chunks, settings.gate_lr_mult, settings.gate_wd_mult)
+    lr_mult, wd_mult = getattr(settings, "gate_lr_mult", 1), getattr(settings, "gate_wd_mult", 1)
+    if (lr_mult, wd_mult) != (1, 1):
+        scale_gate_updates(optimizer, model_chunks, lr_mult, wd_mult)
     return optimizer
 
 

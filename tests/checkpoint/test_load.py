@@ -340,7 +340,10 @@ def parse(flags: list[str], world_size: int = 1) -> dict[str, Any]:
             "a learning rate warm-up in samples (times --global-batch-size) of 4, but this run has 8",
         ),
         ("--weight-decay 0", "--start-weight-decay 0.1, but this run has 0.0: use the same, or add"),
-        ("--optimizer sgd", "--optimizer adam --use-distributed-optimizer, but this run has --optimizer sgd"),
+        (
+            "--optimizer muon --bf16",
+            "--optimizer adam --use-distributed-optimizer, but this run has --optimizer dist_muon",
+        ),
     ],
 )
 def test_another_model_or_schedule_is_refused(written: Path, flags: str, message: str) -> None:
