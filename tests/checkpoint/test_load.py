@@ -342,7 +342,7 @@ def parse(flags: list[str], world_size: int = 1) -> dict[str, Any]:
         ("--weight-decay 0", "--start-weight-decay 0.1, but this run has 0.0: use the same, or add"),
         (
             "--optimizer muon --bf16",
-            "--optimizer adam --use-distributed-optimizer, but this run has --optimizer dist_muon",
+            "--optimizer adam --use-distributed-optimizer, but this run has --optimizer muon",
         ),
     ],
 )
