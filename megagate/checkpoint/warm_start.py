@@ -53,6 +53,11 @@ def choose_start(args: argparse.Namespace) -> Path | None:
         return choose_checkpoint(args)
     if gate_config_from_args(args).is_baseline:
         raise UserError("--gate-warm-start has no effect without a gate: choose a --gate-preset, or leave it out")
+    if args.finetune:
+        raise UserError(
+            "--finetune would start the gated run anew at each restart, and is implied at the first: leave it out "
+            "beside --gate-warm-start"
+        )
     directories = [Path(directory) for directory in (args.load, args.save) if directory is not None]
     held = {directory: _holds_gate(directory) for directory in directories if (directory / TRACKER).is_file()}
     own = next((directory for directory, is_gated in held.items() if is_gated), None)
@@ -129,11 +134,13 @@ def _announce(args: argparse.Namespace, layout: QKVLayout) -> None:
     else:
         std = args.init_method_std if args.gate_init_std is None else args.gate_init_std
         values = f"drawn as in a new model, with standard deviation {std}"
+    if gate.is_fused and args.gate_init_bias is not None:
+        values += f", biases {args.gate_init_bias:g}"
     parameters = f"{layers * each:,} parameters in {layers} layers ({place} in each, {values})" if each else "none"
+    found = " The paper found that a gate added late does not remove attention sinks (arXiv 2505.06708, A.7)"
     _say(
-        f"warm start from {args.warm_start_from}; new parameters of the gate {describe(gate)}: {parameters}; all other "
-        "weights are the checkpoint's; optimizer, random state and iteration start anew. The paper found that a gate "
-        "added late does not remove attention sinks (arXiv 2505.06708, A.7)"
+        f"warm start from {args.warm_start_from}; new parameters of {describe(gate)}: {parameters}; all other weights "
+        f"are the checkpoint's; optimizer, random state and iteration start anew.{found if gate.has_gate else ''}"
     )
 
 

@@ -78,7 +78,8 @@ class GateConfig:
     Enum fields also take their string value. Each field's ``help`` says what it is, and is also the help of its flag.
 
     Raises:
-        UserError: a value is unknown, or the combination cannot be computed or would ignore one of its settings.
+        UserError: a value is unknown, or the combination cannot be computed or would ignore one of its settings (but
+            for the row alignment).
     """
 
     position: GatePosition = field(
@@ -129,9 +130,9 @@ class GateConfig:
     row_alignment: int = field(
         default=16,
         metadata={
-            "help": "Headwise gates only: pad the gate rows of each KV group in linear_qkv with zero rows to a "
-            "multiple of this, for FP8 kernels. It belongs to the checkpoint's shape; a run's parallel sizes "
-            "do not change it."
+            "help": "Headwise gates only (others ignore it, so that one recipe serves all): pad the gate rows of each "
+            "KV group in linear_qkv with zero rows to a multiple of this, for FP8 kernels. It belongs to the "
+            "checkpoint's shape; a run's parallel sizes do not change it."
         },
     )
 
@@ -197,6 +198,11 @@ class GateConfig:
     def is_fused(self) -> bool:
         """Whether the gate's logits are rows of linear_qkv, rather than a parameter of the gate's own."""
         return self.has_gate and self.position != GatePosition.OUTPUT and self.input == GateInput.HIDDEN
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether `row_alignment` matters: the gate has rows in linear_qkv, and few of them."""
+        return self.is_fused and self.granularity == GateGranularity.HEADWISE
 
     def fused_rows_per_group(self, num_attention_heads: int, num_query_groups: int, kv_channels: int) -> int:
         """Return how many rows of linear_qkv, padding not counted, are gate rows in the block of one KV group."""
@@ -297,6 +303,8 @@ def describe(config: GateConfig) -> str:
     """Return the preset's name, or else the flags of its axes, and the row alignment if it is not the default."""
     name = preset_name(config)
     values = {axis: getattr(config, axis) for axis in _FIELDS if name is None or axis == "row_alignment"}
+    if not config.is_padded:
+        del values["row_alignment"]
     flags = [f"{_flag(axis)} {value}" for axis, value in values.items() if value != _FIELDS[axis].default]
     return " ".join([name, *flags] if name else flags)
 

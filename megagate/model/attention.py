@@ -205,7 +205,7 @@ class GatedSelfAttention(SelfAttention):
 
     def _normed(self, heads: Tensor, weight: Tensor) -> Tensor:
         if self.config.layernorm_zero_centered_gamma:
-            weight = weight + 1
+            weight = weight.to(torch.promote_types(weight.dtype, torch.float32)) + 1
         return per_head_rms_norm(heads, weight, self.config.layernorm_epsilon)
 
     def gated(self, y: Tensor, logits: Tensor) -> Tensor:

@@ -62,6 +62,7 @@ NOT_AVAILABLE: dict[str, str] = {
     "fp8": "--fp8-format needs the Transformer Engine backend, which is not there yet: leave it out and use --bf16",
     "fp4": "--fp4-format needs the Transformer Engine backend, which is not there yet: leave it out and use --bf16",
     "multi_latent_attention": "--multi-latent-attention has no gate here: leave it out",
+    "fp32_residual_connection": "--fp32-residual-connection is not available in the torch backend: leave it out",
     "qk_l2_norm": "--qk-l2-norm is not available in the torch backend: use --qk-layernorm",
     "spec": "--spec is not needed: the layers follow from the gate flags; leave it out",
     "mtp_num_layers": "--mtp-num-layers (multi-token prediction) is not there yet: leave it out",
@@ -224,25 +225,33 @@ def complete(args: argparse.Namespace) -> None:
     if args.tokenizer_type is None:
         raise UserError("--tokenizer-type is not given: say which tokenizer the data were made with")
     check_schedule(args)
-    set_recompute_gate(args, gate)
-    check_gate(args, gate)
+    set_recompute(args, gate)
     set_pattern(args)
+    check_gate(args, gate)
     args.create_attention_mask_in_dataloader |= args.reset_attention_mask
     forced = torch_backend.ARGUMENTS | (cpu.ARGUMENTS if on_cpu() else {})
     for name, value in forced.items():
         setattr(args, name, value)
 
 
-def set_recompute_gate(args: argparse.Namespace, gate: GateConfig) -> None:
+def set_recompute(args: argparse.Namespace, gate: GateConfig) -> None:
     """Take `gate` out of the modules to recompute, since Megatron knows only its own, and set `recompute_gate`.
 
     Raises:
-        UserError: it would have no effect.
+        UserError: it would have no effect, or another module cannot be recomputed.
     """
-    args.recompute_gate = GATE_MODULE in (args.recompute_modules or ())
+    modules = args.recompute_modules or ()
+    for module in torch_backend.NOT_RECOMPUTED:
+        if module in modules:
+            raise UserError(f"--recompute-modules {module} needs Transformer Engine: leave it out")
+    args.recompute_gate = GATE_MODULE in modules
     if not args.recompute_gate:
         return
-    if args.recompute_granularity != "selective":
+    if args.recompute_granularity == "full":
+        raise UserError(
+            f"--recompute-granularity full recomputes the gate too: leave out --recompute-modules {GATE_MODULE}"
+        )
+    if args.recompute_granularity is None:
         raise UserError(
             f"--recompute-modules {GATE_MODULE} has no effect without --recompute-granularity selective: add it"
         )

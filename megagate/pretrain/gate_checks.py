@@ -14,6 +14,7 @@ from megagate.gate.config import (
     GatePosition,
     describe,
 )
+from megagate.model.pattern import ATTENTION
 
 EMERGING = ("muon", "dist_muon", "adaptive_muon", "lion", "soap")
 """The values of --optimizer that come from the package emerging-optimizers."""
@@ -63,7 +64,7 @@ def check_gate(args: argparse.Namespace, gate: GateConfig) -> None:
     """Check the gate against the model, its initial values and the optimizer.
 
     Args:
-        args: parsed, not yet validated by Megatron.
+        args: parsed and completed with the layer pattern, not yet validated by Megatron.
         gate: the gate that they describe.
 
     Raises:
@@ -77,6 +78,11 @@ def check_gate(args: argparse.Namespace, gate: GateConfig) -> None:
 
 
 def _check_attention(args: argparse.Namespace, gate: GateConfig) -> None:
+    if ATTENTION not in args.hybrid_layer_pattern and not gate.is_baseline:
+        raise UserError(
+            f"--hybrid-layer-pattern {args.hybrid_layer_pattern} has no attention layer (*) that could have "
+            f"{describe(gate)}: leave out the flags of the gate"
+        )
     if args.qk_clip and gate.is_fused:
         raise UserError(
             "--qk-clip scales rows of linear_qkv without knowing of the gate's rows among them: leave it out, or use "
@@ -155,6 +161,11 @@ def _check_optimizer(args: argparse.Namespace) -> None:
         )
     if name == "adaptive_muon":
         raise UserError("--optimizer adaptive_muon does not run with emerging-optimizers 0.3: use --optimizer muon")
+    if name == "soap":
+        raise UserError(
+            "--optimizer soap has a state that Megatron cannot save, and moves padding rows of headwise gates: use "
+            "--optimizer muon"
+        )
 
 
 def _check_muon(args: argparse.Namespace, gate: GateConfig) -> None:

@@ -80,11 +80,15 @@ def _check_attention(args: argparse.Namespace) -> None:
     if args.kv_channels is None:
         _require_divisible(args.hidden_size, "--hidden-size", heads, "--num-attention-heads")
     kv_channels = args.kv_channels or args.hidden_size // heads
-    rows = QKVLayout(heads, groups, kv_channels, gate_config_from_args(args)).total_rows
+    gate = gate_config_from_args(args)
+    rows = QKVLayout(heads, groups, kv_channels, gate).total_rows
     if rows % tensor:
+        change = "--kv-channels"
+        if gate.is_padded:
+            change = f"--gate-row-alignment to a multiple of {tensor // math.gcd(groups, tensor)}"
         raise UserError(
             f"linear_qkv has {rows} rows, the gate's included, which --tensor-model-parallel-size {tensor} does not "
-            f"divide: change --gate-row-alignment to a multiple of {tensor // math.gcd(groups, tensor)}"
+            f"divide: change {change}"
         )
 
 
@@ -127,8 +131,6 @@ def _check_delta_net(args: argparse.Namespace) -> None:
             "--reset-attention-mask has no effect on Gated DeltaNet (G), whose state goes on from document to "
             "document: leave it out"
         )
-    if "gdn_norm_out" in (args.recompute_modules or ()):
-        raise UserError("--recompute-modules gdn_norm_out needs Transformer Engine: leave it out, or recompute in full")
     key_heads, value_heads = args.linear_num_key_heads, args.linear_num_value_heads
     _require_divisible(value_heads, "--linear-num-value-heads", key_heads, "--linear-num-key-heads")
     ranks = args.tensor_model_parallel_size * args.context_parallel_size

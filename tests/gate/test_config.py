@@ -13,6 +13,7 @@ from megagate.gate import (
     GateGranularity,
     GatePosition,
     add_gate_arguments,
+    describe,
     gate_config_from_args,
     preset,
     preset_name,
@@ -252,6 +253,11 @@ def test_an_axis_that_contradicts_the_preset_is_refused() -> None:
         parse("--gate-preset", "baseline", "--sdpa-output-norm")
     with pytest.raises(UserError, match="--gate-position none contradicts --gate-preset key-elementwise"):
         parse("--gate-preset", "key-elementwise", "--gate-position", "none")
+
+
+def test_a_row_alignment_that_pads_nothing_is_not_told() -> None:
+    assert describe(dataclasses.replace(PRESETS["sdpa-elementwise"], row_alignment=8)) == "sdpa-elementwise"
+    assert describe(dataclasses.replace(PRESETS["sdpa-headwise"], row_alignment=8)).endswith("--gate-row-alignment 8")
 
 
 def test_the_row_alignment_is_free_beside_a_preset() -> None:

@@ -1,6 +1,8 @@
 """`--recompute-modules gate`: gated tensors are not stored, and come back the same (tests of results are in
 test_attention.py and test_layouts.py)."""
 
+import re
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,6 +12,7 @@ from megagate.gate import PRESETS
 from megagate.model.recompute import Rebuilt
 from megagate.pretrain.arguments import read
 from tests.distributed import run_distributed
+from tests.test_docs import PAGE
 from tests.training import TINY
 
 SELECTIVE = ["--recompute-granularity", "selective"]
@@ -32,6 +35,10 @@ def test_only_the_logits_are_kept() -> None:
 
     logits = 2 * SEQUENCE * HEADS * CHANNELS  # bytes of one per query head and channel in bf16
     bytes_held = run_distributed(held, 1, timeout=100)[0]
+    for name, (stored, rebuilt) in bytes_held.items():
+        numbers = [stored // SEQUENCE, *([] if name == "baseline" else [rebuilt // SEQUENCE])]
+        line = next(line for line in PAGE.splitlines() if re.match(rf"    {name} ", line))
+        assert [int(number) for number in re.findall(r" (\d+)\b", line)][: len(numbers)] == numbers, "docs/gates.md"
     baseline, same = bytes_held["baseline"]
     assert same == baseline
     for name, (stored, rebuilt) in bytes_held.items():
@@ -71,10 +78,20 @@ def test_gate_is_taken_from_what_megatron_recomputes() -> None:
     assert not read([*TINY, "--gate-preset", "sdpa-headwise", *SELECTIVE]).recompute_gate
 
 
+@pytest.mark.parametrize("module", ["layernorm", "gdn_norm_out"])
+def test_what_needs_transformer_engine_is_refused(module: str) -> None:
+    with pytest.raises(UserError, match=f"--recompute-modules {module} needs Transformer Engine"):
+        read([*TINY, *SELECTIVE, "--recompute-modules", module])
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
         (["--gate-preset", "sdpa-headwise"], "gate has no effect without --recompute-granularity selective: add it"),
+        (
+            ["--gate-preset", "sdpa-headwise", *"--recompute-granularity full --recompute-method uniform".split()],
+            "full recomputes the gate too: leave out --recompute-modules gate",
+        ),
         (SELECTIVE, "gate has no effect on a model without a gate: leave it out"),
     ],
 )

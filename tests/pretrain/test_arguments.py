@@ -217,6 +217,7 @@ UNAVAILABLE_FLAGS = {
     "fp8": ["--fp8-format", "hybrid"],
     "fp4": ["--fp4-format", "e2m1"],
     "multi_latent_attention": ["--multi-latent-attention"],
+    "fp32_residual_connection": ["--fp32-residual-connection"],
     "qk_l2_norm": ["--qk-l2-norm"],
     "spec": ["--spec", "a", "b"],
     "mtp_num_layers": ["--mtp-num-layers", "1"],

@@ -22,6 +22,7 @@ def check() -> Callable[[list[str]], None]:
 
     def check_command_line(argv: list[str]) -> None:
         args = parser.parse_args(argv)
+        args.hybrid_layer_pattern = args.hybrid_layer_pattern or "*-"
         gate_checks.check_gate(args, gate_config_from_args(args))
 
     return check_command_line
@@ -30,6 +31,10 @@ def check() -> Callable[[list[str]], None]:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
+        (
+            f"{HEADWISE} --hybrid-layer-pattern G-G-",
+            r"G-G- has no attention layer \(\*\) that could have sdpa-headwise",
+        ),
         (f"{HEADWISE} --qk-clip", r"--qk-clip scales rows of linear_qkv without knowing of the gate's rows"),
         ("--gate-preset value-elementwise --qk-clip", r"--qk-clip scales rows"),
         ("--qk-clip", r"--qk-clip needs the largest attention logit, which the torch backend does not keep"),
@@ -57,6 +62,7 @@ def check() -> Callable[[list[str]], None]:
             r"--optimizer muon can be distributed .* with bf16 parameters only",
         ),
         ("--optimizer dist_muon", r"--optimizer dist_muon can be distributed .* with bf16 parameters only"),
+        ("--optimizer soap --bf16", r"--optimizer soap has a state that Megatron cannot save"),
         ("--optimizer adaptive_muon", r"adaptive_muon does not run with emerging-optimizers 0.3"),
         ("--gate-lr-mult 2", r"--gate-lr-mult has no effect without a gate"),
         (f"{HEADWISE} --gate-lr-mult -1", r"--gate-lr-mult must be a number of at least 0, not -1.0"),

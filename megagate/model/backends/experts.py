@@ -89,7 +89,10 @@ def _slices(counts: list[int]) -> Iterator[slice]:
 
 
 class TorchExperts(SequentialMLP):
-    """Megatron's local experts, computed by `SwiGLUExperts` where they are plain SwiGLUs that nothing hooks into."""
+    """Megatron's local experts, computed by `SwiGLUExperts` where they are plain SwiGLUs that nothing hooks into.
+
+    With --overlap-param-gather DDP hooks into them, and Megatron's own forward runs.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -59,10 +59,12 @@ class RMSNorm(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Normalise [..., hidden_size]; statistics in fp32 or better, result in the input's dtype."""
-        weight = self.weight + 1 if self.zero_centered_gamma else self.weight
-        if hidden.is_cuda:
-            return functional.rms_norm(hidden, weight.shape, weight, self.eps)
-        return RootMeanSquare.apply(hidden, weight, self.eps)
+        if not hidden.is_cuda:
+            return RootMeanSquare.apply(hidden, _gamma(self), self.eps)
+        if self.zero_centered_gamma:
+            wide = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
+            return functional.rms_norm(wide, self.weight.shape, _gamma(self), self.eps).to(hidden.dtype)
+        return functional.rms_norm(hidden, self.weight.shape, self.weight, self.eps)
 
 
 class LayerNorm(nn.LayerNorm):
@@ -78,8 +80,18 @@ class LayerNorm(nn.LayerNorm):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Normalise [..., hidden_size]; result in the input's dtype."""
-        weight = self.weight + 1 if self.zero_centered_gamma else self.weight
-        return functional.layer_norm(hidden, self.normalized_shape, weight, self.bias, self.eps)
+        if not self.zero_centered_gamma:
+            return super().forward(hidden)
+        weight = _gamma(self)
+        wide, bias = hidden.to(weight.dtype), self.bias.to(weight.dtype)
+        return functional.layer_norm(wide, self.normalized_shape, weight, bias, self.eps).to(hidden.dtype)
+
+
+def _gamma(norm: "RMSNorm | LayerNorm") -> Tensor:
+    """Return the factor of each channel; 1 is added in fp32, since bf16 would lose the digits of a small weight."""
+    if not norm.zero_centered_gamma:
+        return norm.weight
+    return norm.weight.to(torch.promote_types(norm.weight.dtype, torch.float32)) + 1
 
 
 def _tag_sequence_parallel(module: nn.Module, config: TransformerConfig) -> None:

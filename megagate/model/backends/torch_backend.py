@@ -35,6 +35,10 @@ Megatron has the first and the last on by default and then fails; the others a r
 a result."""
 
 
+NOT_RECOMPUTED = ("layernorm", "gdn_norm_out")
+"""Modules that Megatron recomputes with the help of Transformer Engine only, and fails without."""
+
+
 class TorchBackend(LocalSpecProvider):
     """Megatron's provider of local modules, with norms, core attention and experts replaced."""
 
