@@ -59,8 +59,8 @@ class TorchCoreAttention(MegatronModule):
         self.attn_mask_type = attn_mask_type
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.softmax_scale = config.kv_channels**-0.5 if softmax_scale is None else softmax_scale
-        if config.apply_query_key_layer_scaling:
-            self.softmax_scale /= max(1, layer_number)
+        # --apply-query-key-layer-scaling divides by the layer's number, and multiplies the logits by it again once they
+        # are in fp32, in which this kernel keeps them anyhow.
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         self.window = tuple(config.window_size) if windowed else None
 
