@@ -221,9 +221,10 @@ def fill(model: list[MegatronModule]) -> None:
                 module.reset_padding()
 
 
-def pieces(chunk: MegatronModule) -> Iterator[Piece]:
-    """Yield this rank's pieces of the global parameters, whose values are views of the parameters."""
-    storages = {parameter.untyped_storage().data_ptr() for parameter in chunk.parameters()}
+def pieces(chunk: MegatronModule, buffers: bool = False) -> Iterator[Piece]:
+    """Yield this rank's pieces of the global parameters, and buffers, whose values are views of the parameters."""
+    held = [*chunk.parameters(), *(chunk.buffers() if buffers else ())]
+    storages = {tensor.untyped_storage().data_ptr() for tensor in held}
     state = sharded_state(chunk)
     apply_factories(state)
     for shard in nested_values(state):

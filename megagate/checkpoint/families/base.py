@@ -6,7 +6,7 @@ reads and writes files, checks that each tensor is used exactly once and streams
 """
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -49,13 +49,17 @@ class Family(Protocol):
 
     name: str
     """As `--family` has it."""
+    dropped: Mapping[str, str]
+    """Beginnings of names of tensors that are left out on import -> what they are and why."""
 
     def recognises(self, config: dict[str, Any]) -> bool:
         """Whether a config.json is of this family."""
         ...
 
     def arguments(self, config: dict[str, Any]) -> dict[str, Any]:
-        """Return Megatron's and megagate's arguments for the model (destination name -> value), as a recipe has them.
+        """Return Megatron's and megagate's arguments for the model (flag -> value), as a recipe has them.
+
+        The flags have underscores; one without a value has true or false.
 
         `num_layers` counts blocks. Only what describes the model; the vocabulary is given by `vocab_size` and
         `make_vocab_size_divisible_by`.
@@ -73,8 +77,11 @@ class Family(Protocol):
         """
         ...
 
-    def rules(self, args: argparse.Namespace, config: dict[str, Any]) -> Iterator[Rule]:
+    def rules(self, args: argparse.Namespace, config: dict[str, Any], names: Collection[str] = ()) -> Iterator[Rule]:
         """Yield the rules of all weights, in the order of the layers; every weight of both sides is in exactly one.
+
+        `names` are those of the tensors on disk on import: some models are stored in more than one way. It is empty on
+        export.
 
         Vocabulary padding is not here: the rule of an embedding has `tokenizer_vocab_size` rows on both sides, and the
         driver adds and removes what Megatron pads.

@@ -1,0 +1,409 @@
+"""What families have in common: reading a config.json, refusing what cannot be represented, and rules for layers.
+
+Letters in shapes: q query heads, g KV groups, d channels per head, H hidden size, F intermediate size, E experts.
+"""
+
+import argparse
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megagate.checkpoint.families.base import Rule, Weight
+from megagate.errors import UserError
+from megagate.gate.config import GateConfig, gate_config_from_args
+from megagate.gate.layout import QKVLayout
+from megagate.model.pattern import ATTENTION, BOUNDARY, DELTA_NET, DENSE, EXPERTS
+
+GATE_KEYS = ("headwise_attn_output_gate", "elementwise_attn_output_gate")
+"""The keys by which the official repository's models differ from those of transformers with the same model_type."""
+
+
+class Settings:
+    """The settings of a config.json, whose `name` is for messages.
+
+    A key that is missing or null has the default that the caller gives, which is that of the class in transformers.
+    """
+
+    def __init__(self, config: Mapping[str, Any], family: str) -> None:
+        self.config = config
+        self.family = family
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return the value of a key, or its default; without one the key must be there."""
+        value = self.config.get(key)
+        if value is None:
+            value = default
+        if value is None:
+            raise UserError(f"config.json has no {key}, which a model of the family {self.family} needs")
+        return value
+
+    def require(self, key: str, allowed: Any, why: str) -> None:
+        """Refuse any value of a key, which may be missing, other than the allowed one.
+
+        Raises:
+            UserError: it has another one; says why.
+        """
+        value = self.config.get(key)
+        if value is not None and value != allowed:
+            raise UserError(f"config.json has {key} {value!r}, {why}")
+
+
+def model_type(config: Mapping[str, Any]) -> Any:
+    """Return the model_type of a config.json, if it has one."""
+    return config.get("model_type")
+
+
+def rotary_arguments(settings: Settings, partial: float = 1.0) -> dict[str, Any]:
+    """Return the arguments of the rotary embedding, from where transformers 5 or 4 keeps them.
+
+    Args:
+        settings: of the model.
+        partial: the share of a head's channels that are turned, where the config does not say.
+
+    Raises:
+        UserError: positions are scaled, or differ by layer.
+    """
+    config = settings.config
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if any(isinstance(value, dict) for value in rope.values()):
+        raise UserError("config.json has rotary embeddings that differ by layer, which Megatron does not have")
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ("default", "mrope"):  # of text alone, the positions of mrope are the ordinary ones
+        raise UserError(f"config.json scales the rotary embedding (rope_type {kind!r}), which cannot be represented")
+    theta = rope.get("rope_theta") or config.get("rope_theta") or 10000.0
+    if theta != int(theta):
+        raise UserError(f"config.json has rope_theta {theta}, but Megatron's --rotary-base is a whole number")
+    share = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or partial
+    return {"position_embedding_type": "rope", "rotary_base": int(theta), "rotary_percent": float(share)}
+
+
+def rotary_config(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the keys for the rotary embedding, for transformers 5 and for what reads those of transformers 4."""
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": float(args.rotary_base)}
+    keys: dict[str, Any] = {"rope_theta": float(args.rotary_base), "rope_parameters": rope}
+    if args.rotary_percent != 1:
+        rope["partial_rotary_factor"] = keys["partial_rotary_factor"] = args.rotary_percent
+    return keys
+
+
+def vocabulary_arguments(size: int) -> dict[str, Any]:
+    """Return arguments for as many rows of the embedding; where TP divides them none is padding."""
+    return {"vocab_size": size, "make_vocab_size_divisible_by": min(size & -size, 128)}
+
+
+def decoder_arguments(settings: Settings) -> dict[str, Any]:
+    """Return the arguments that decoders with RMSNorm, SwiGLU, grouped queries and no biases share."""
+    settings.require("hidden_act", "silu", "but only silu, in a gated feed-forward layer, can be represented")
+    settings.require("quantization_config", {}, "but quantised weights cannot be converted: take the original ones")
+    heads = settings.get("num_attention_heads")
+    dropout = settings.get("attention_dropout", 0.0)
+    return {
+        "num_layers": settings.get("num_hidden_layers"),
+        "hidden_size": settings.get("hidden_size"),
+        "num_attention_heads": heads,
+        "group_query_attention": True,
+        "num_query_groups": settings.get("num_key_value_heads", heads),
+        "max_position_embeddings": settings.get("max_position_embeddings", 32768),
+        "normalization": "RMSNorm",
+        "norm_epsilon": settings.get("rms_norm_eps", 1e-6),
+        "swiglu": True,
+        "disable_bias_linear": True,
+        "untie_embeddings_and_output_weights": not settings.get("tie_word_embeddings", False),
+        "attention_dropout": float(dropout),
+        "hidden_dropout": 0.0,
+        **vocabulary_arguments(settings.get("vocab_size")),
+    }
+
+
+def decoder_config(args: argparse.Namespace, kind: str, architecture: str) -> dict[str, Any]:
+    """Return the keys of a config.json that belong to `decoder_arguments`."""
+    return {
+        "architectures": [architecture],
+        "model_type": kind,
+        "vocab_size": args.tokenizer_vocab_size,
+        "hidden_size": args.hidden_size,
+        "num_hidden_layers": len(blocks(args)),
+        "num_attention_heads": args.num_attention_heads,
+        "num_key_value_heads": query_groups(args),
+        "head_dim": args.kv_channels,
+        "hidden_act": "silu",
+        "max_position_embeddings": args.max_position_embeddings,
+        "rms_norm_eps": args.layernorm_epsilon,
+        "tie_word_embeddings": not args.untie_embeddings_and_output_weights,
+        "attention_bias": False,
+        "attention_dropout": args.attention_dropout,
+        **rotary_config(args),
+    }
+
+
+PLAIN: dict[str, Any] = {
+    "position_embedding_type": "rope",
+    "rotary_interleaved": False,
+    "rotary_seq_len_interpolation_factor": None,
+    "use_rope_scaling": False,
+    "rotary_percent": 1.0,
+    "no_rope_freq": None,
+    "normalization": "RMSNorm",
+    "layernorm_zero_centered_gamma": False,
+    "apply_residual_connection_post_layernorm": False,
+    "qk_layernorm": True,
+    "qk_l2_norm": False,
+    "softmax_type": "vanilla",
+    "window_size": None,
+    "multi_latent_attention": False,
+    "swiglu": True,
+    "activation_func_clamp_value": None,
+    "glu_linear_offset": 0.0,
+    "add_bias_linear": False,
+    "add_qkv_bias": False,
+    "mtp_num_layers": None,
+    "use_mup": False,
+    "moe_shared_expert_intermediate_size": None,
+    "moe_shared_expert_gate": False,
+    "moe_latent_size": None,
+    "moe_apply_probs_on_input": False,
+    "moe_mlp_glu_interleave_size": None,
+    "moe_router_score_function": "softmax",
+    "moe_router_enable_expert_bias": False,
+    "moe_router_topk_scaling_factor": None,
+    "moe_router_num_groups": None,
+    "moe_router_group_topk": None,
+    "moe_router_force_load_balancing": False,
+}
+"""Arguments that change what a model computes -> the value that means a plain Qwen3."""
+
+FLAGS = {"layernorm_zero_centered_gamma": "apply_layernorm_1p", "add_bias_linear": "disable_bias_linear"}
+"""Arguments whose flags have another name."""
+
+
+def check_plain(args: argparse.Namespace, family: str, other: Mapping[str, Any] | None = None) -> None:
+    """Check that a model is one that a family can hold.
+
+    Args:
+        args: of the model, as in a checkpoint.
+        family: for the message.
+        other: values that the family has instead of those in `PLAIN`; leaving one out is done with `...`.
+
+    Raises:
+        UserError: an argument has another value.
+    """
+    for name, expected in (PLAIN | dict(other or {})).items():
+        value = getattr(args, name, expected)
+        if isinstance(value, list) and not any(value):  # a list by layer that changes none
+            value = None
+        if expected is not ... and value != expected:
+            flag = FLAGS.get(name, name).replace("_", "-")
+            raise UserError(
+                f"the family {family} cannot hold this model: its {flag} is {value!r}, where the family has "
+                f"{expected!r} (as Megatron's arguments name it, {name})"
+            )
+
+
+def check_gate(args: argparse.Namespace, family: str, *allowed: GateConfig) -> None:
+    """Raise UserError unless the model's gate is one of those allowed, whatever its row alignment."""
+    gate = gate_config_from_args(args)
+    rows = {"row_alignment": gate.row_alignment}
+    if gate not in [GateConfig(**{**vars(option), **rows}) for option in allowed]:
+        from megagate.gate.config import describe
+
+        raise UserError(f"the family {family} cannot hold a model with the gate {describe(gate)}")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A transformer block: an attention layer and a feed-forward layer of the hybrid pattern."""
+
+    index: int
+    attention: str
+    """The layer's symbol."""
+    feed_forward: str
+
+    @property
+    def hf(self) -> str:
+        """The prefix of the block's tensors in a Hugging Face checkpoint, under that of the model."""
+        return f"layers.{self.index}."
+
+    @property
+    def attention_prefix(self) -> str:
+        """The prefix of the attention layer's tensors in Megatron's."""
+        return f"decoder.layers.{2 * self.index}."
+
+    @property
+    def feed_forward_prefix(self) -> str:
+        """The prefix of the feed-forward layer's."""
+        return f"decoder.layers.{2 * self.index + 1}."
+
+
+def blocks(args: argparse.Namespace) -> list[Block]:
+    """Return the blocks of a model's hybrid layer pattern.
+
+    Raises:
+        UserError: the layers are no blocks.
+    """
+    layers = args.hybrid_layer_pattern.replace(BOUNDARY, "")
+    pairs = [layers[index : index + 2] for index in range(0, len(layers), 2)]
+    known = [attention + feed_forward for attention in (ATTENTION, DELTA_NET) for feed_forward in (DENSE, EXPERTS)]
+    if not set(pairs) <= set(known):
+        raise UserError(
+            f"the layers {args.hybrid_layer_pattern!r} are not blocks of attention and a feed-forward layer, which is "
+            "all that Hugging Face models have"
+        )
+    return [Block(index, *pair) for index, pair in enumerate(pairs)]
+
+
+def query_groups(args: argparse.Namespace) -> int:
+    """Return g."""
+    return args.num_query_groups if args.group_query_attention else args.num_attention_heads
+
+
+def qkv_layout(args: argparse.Namespace) -> QKVLayout:
+    """Return the layout of linear_qkv."""
+    return QKVLayout(args.num_attention_heads, query_groups(args), args.kv_channels, gate_config_from_args(args))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rules
+
+
+def interleave(parts: Sequence[Tensor], count: int) -> Tensor:
+    """Cut each of the parts [count * n_i, ...] into `count` blocks, and put their first blocks first, and so on."""
+    return torch.cat([part.unflatten(0, (count, -1)) for part in parts], dim=1).flatten(0, 1)
+
+
+def separate(tensor: Tensor, count: int, sizes: Sequence[int]) -> list[Tensor]:
+    """Undo `interleave` of parts with count * size rows each."""
+    return [part.flatten(0, 1) for part in tensor.unflatten(0, (count, -1)).split(list(sizes), dim=1)]
+
+
+def equal(hf: str, megatron: str, *shape: int) -> Rule:
+    """Return the rule of a tensor that both sides store alike."""
+    return Rule((Weight(hf, shape),), (Weight(megatron, shape),))
+
+
+def stacked(hf: Sequence[Weight], megatron: Weight) -> Rule:
+    """Return the rule of a tensor of Megatron's that has those of Hugging Face one after another."""
+    rows = [weight.shape[0] for weight in hf]
+    return Rule(
+        tuple(hf),
+        (megatron,),
+        to_megatron=lambda tensors: [torch.cat(list(tensors))],
+        to_hf=lambda tensors: [part.clone() for part in tensors[0].split(rows)],
+    )
+
+
+def qkv_rules(
+    args: argparse.Namespace, hf: str, megatron: str, gate_blocks: int = 0, gate_name: str | None = None
+) -> Iterator[Rule]:
+    """Yield the rule of queries, keys and values, and one for their biases where there are some.
+
+    Args:
+        args: of the model.
+        hf: prefix of q_proj, k_proj and v_proj.
+        megatron: prefix of linear_qkv.
+        gate_blocks: into how many blocks q_proj falls, each first with query rows, then with their gate's.
+        gate_name: of the tensor that holds the gate's rows, where they are not in q_proj.
+    """
+    layout = qkv_layout(args)
+    groups, hidden = layout.num_query_groups, args.hidden_size
+    query_rows, gate_rows = layout.num_attention_heads * layout.kv_channels, groups * layout.gate_rows
+    key_rows = groups * layout.kv_channels
+
+    def to_megatron(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        query, key, value, *gates = tensors
+        gate = gates[0] if gates else None
+        if gate_blocks:
+            query, gate = separate(query, gate_blocks, [query_rows // gate_blocks, gate_rows // gate_blocks])
+        return [layout.merge_weight(query, gate, key, value)]
+
+    def to_hf(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        query, gate, key, value = layout.split_weight(tensors[0])
+        if gate is None:
+            return [query, key, value]
+        if gate_blocks:
+            return [interleave([query, gate], gate_blocks), key, value]
+        return [query, key, value, gate]
+
+    rows = [query_rows + (gate_rows if gate_blocks else 0), key_rows, key_rows]
+    for kind, trailing in (("weight", (hidden,)), ("bias", ())):
+        if kind == "bias" and not args.add_qkv_bias:
+            continue
+        names = [f"{hf}{name}_proj.{kind}" for name in "qkv"]
+        weights = [Weight(name, (size, *trailing)) for name, size in zip(names, rows, strict=True)]
+        if gate_name:
+            weights.append(Weight(f"{hf}{gate_name}.{kind}", (gate_rows, *trailing)))
+        fused = Weight(f"{megatron}linear_qkv.{kind}", (layout.total_rows, *trailing))
+        yield Rule(tuple(weights), (fused,), to_megatron, to_hf)
+
+
+def attention_rules(args: argparse.Namespace, hf: str, megatron: str, **gate: Any) -> Iterator[Rule]:
+    """Yield the rules of softmax attention; the gate as in `qkv_rules`."""
+    yield from qkv_rules(args, hf, megatron, **gate)
+    if args.qk_layernorm:
+        for name in "qk":
+            yield equal(f"{hf}{name}_norm.weight", f"{megatron}{name}_layernorm.weight", args.kv_channels)
+    columns = args.num_attention_heads * args.kv_channels
+    yield equal(f"{hf}o_proj.weight", f"{megatron}linear_proj.weight", args.hidden_size, columns)
+
+
+def mlp_rules(hf: str, megatron: str, hidden: int, intermediate: int) -> Iterator[Rule]:
+    """Yield the rules of a SwiGLU layer, dense or of shared experts: [F, H] twice, and [H, F]."""
+    halves = [Weight(f"{hf}{name}_proj.weight", (intermediate, hidden)) for name in ("gate", "up")]
+    yield stacked(halves, Weight(f"{megatron}linear_fc1.weight", (2 * intermediate, hidden)))
+    yield equal(f"{hf}down_proj.weight", f"{megatron}linear_fc2.weight", hidden, intermediate)
+
+
+def expert_rules(args: argparse.Namespace, hf: str, megatron: str, names: Collection[str] = ()) -> Iterator[Rule]:
+    """Yield the rules of routed experts, expert by expert.
+
+    transformers writes each projection of each expert by itself, as most released checkpoints have them. Qwen3.5's have
+    gate_up_proj [E, 2F, H] and down_proj [E, H, F], which is what Megatron's hold.
+
+    Args:
+        args: of the model.
+        hf: prefix of the experts.
+        megatron: likewise.
+        names: of the tensors that there are, on import.
+    """
+    hidden, intermediate = args.hidden_size, args.moe_ffn_hidden_size
+    fused = f"{hf}gate_up_proj" in names
+    for expert in range(args.num_experts):
+        first = Weight(f"{megatron}linear_fc1.weight", (2 * intermediate, hidden), expert)
+        second = Weight(f"{megatron}linear_fc2.weight", (hidden, intermediate), expert)
+        if fused:
+            yield Rule((Weight(f"{hf}gate_up_proj", first.shape, expert),), (first,))
+            yield Rule((Weight(f"{hf}down_proj", second.shape, expert),), (second,))
+            continue
+        halves = [Weight(f"{hf}{expert}.{name}_proj.weight", (intermediate, hidden)) for name in ("gate", "up")]
+        yield stacked(halves, first)
+        yield Rule((Weight(f"{hf}{expert}.down_proj.weight", second.shape),), (second,))
+
+
+def embedding_rule(args: argparse.Namespace, name: str, names: Collection[str] = ()) -> Rule:
+    """Return the rule of the embedding, called `name`.
+
+    Where it is tied, a checkpoint may still have lm_head.weight, which must then hold the same numbers.
+    """
+    shape = (args.tokenizer_vocab_size, args.hidden_size)
+    megatron = Weight("embedding.word_embeddings.weight", shape)
+    if args.untie_embeddings_and_output_weights or HEAD not in names:
+        return Rule((Weight(name, shape),), (megatron,))
+
+    def to_megatron(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        if not torch.equal(*tensors):
+            raise UserError(f"config.json has tie_word_embeddings, but {HEAD} and {name} differ")
+        return tensors[:1]
+
+    return Rule((Weight(name, shape), Weight(HEAD, shape)), (megatron,), to_megatron, lambda tensors: [*tensors] * 2)
+
+
+HEAD = "lm_head.weight"
+
+
+def head_rules(args: argparse.Namespace, norm: str) -> Iterator[Rule]:
+    """Yield the rules of the final norm, called `norm`, and of the output layer where it is not tied."""
+    yield equal(norm, "decoder.final_norm.weight", args.hidden_size)
+    if args.untie_embeddings_and_output_weights:
+        yield equal(HEAD, "output_layer.weight", args.tokenizer_vocab_size, args.hidden_size)

@@ -1,0 +1,173 @@
+"""Models of transformers and megagate's, converted into each other: the same logits on each layout, the same bits."""
+
+import functools
+import json
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch.nn import functional
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from megagate.checkpoint.families.base import Family
+from megagate.checkpoint.families.qwen3 import Qwen3, Qwen3Moe
+from tests.checkpoint.families.conversion import (
+    Converted,
+    apply,
+    batch,
+    convert,
+    error_of,
+    load_and_save,
+    logits_of,
+    randomize,
+    saved,
+    tokens,
+)
+from tests.distributed import run_distributed
+from tests.model.test_layouts import Layout
+from tests.model.training import VOCABULARY, Case, assemble, train_all
+
+TOLERANCE = 1e-4
+LOSS_TOLERANCE = 1e-5
+
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+
+
+@dataclass(frozen=True)
+class Model:
+    """A kind of model to test."""
+
+    family: Family
+    make: Callable[[], Any]
+    """Makes the model of transformers, whose weights are then drawn."""
+    layouts: tuple[Layout, ...] = field(default=())
+
+
+TP2, TP4, EP2, PP2 = (
+    Layout(ranks=2, tp=2, sp=True),
+    Layout(ranks=4, tp=4, sp=True),  # the models have two groups, so two ranks share one
+    Layout(ranks=2, ep=2),
+    Layout(ranks=2, pp=2),
+)
+
+MODELS = {
+    "qwen3": Model(Qwen3(), lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES)), (TP4,)),
+    "qwen3-tied": Model(Qwen3(), lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, tie_word_embeddings=True)), (PP2,)),
+    "qwen3_moe": Model(
+        Qwen3Moe(),
+        lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **EXPERTS, norm_topk_prob=True)),
+        (TP2, TP4, EP2, PP2),
+    ),
+    "qwen3_moe-mixed": Model(
+        Qwen3Moe(), lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **EXPERTS, mlp_only_layers=[0])), (TP2,)
+    ),
+}
+
+
+@functools.cache
+def reference(name: str) -> Any:
+    """Return the model of transformers."""
+    return randomize(MODELS[name].make())
+
+
+@functools.cache
+def converted(name: str) -> Converted:
+    with tempfile.TemporaryDirectory() as directory:
+        config, tensors = saved(reference(name), Path(directory))
+    return convert(MODELS[name].family, config, tensors)
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A function that returns the directory of a model's checkpoint in Megatron's format."""
+    made: dict[str, Path] = {}
+
+    def write(name: str) -> Path:
+        if name not in made:
+            made[name] = tmp_path_factory.mktemp(name)
+            model = converted(name)
+            run_distributed(load_and_save, 1, model.flags, model.weights, str(made[name]))
+        return made[name]
+
+    return write
+
+
+@torch.no_grad()
+def expected_logits(name: str) -> torch.Tensor:
+    return reference(name)(tokens()).logits
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits(name: str, checkpoint: Callable[[str], Path]) -> None:
+    expected = expected_logits(name)
+    assert expected.std(dim=(0, 1)).min() > 0.1, "logits that say nothing"
+    assert error_of(logits_of(converted(name).flags, checkpoint(name)), expected) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [pytest.param(name, layout, id=f"{name}-{layout}") for name in MODELS for layout in MODELS[name].layouts],
+)
+def test_layouts(name: str, layout: Layout, checkpoint: Callable[[str], Path]) -> None:
+    flags = f"{converted(name).flags} {layout.flags}"
+    assert error_of(logits_of(flags, checkpoint(name), layout.ranks), expected_logits(name)) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_loss_of_the_first_step(name: str, checkpoint: Callable[[str], Path]) -> None:
+    case = Case(flags=converted(name).flags, load=str(checkpoint(name)))
+    loss = assemble([run_distributed(train_all, 1, [case])[0][0]]).losses["lm loss"]
+    expected = functional.cross_entropy(expected_logits(name).flatten(0, 1), batch()[:, 1:].flatten())
+    assert loss == pytest.approx(float(expected), rel=LOSS_TOLERANCE)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_round_trips_bit_for_bit(name: str, dtype: torch.dtype) -> None:
+    """There and back from what transformers has written, and from there once more."""
+    model = converted(name)
+    tensors = {key: tensor.to(dtype) for key, tensor in model.tensors.items()}
+    weights = apply(model.rules, tensors)
+    assert all(tensor.dtype == dtype for tensor in weights.values())
+    back = apply(model.rules, weights, to_hf=True)
+    assert back.keys() == tensors.keys()
+    assert all(torch.equal(back[key], tensor) for key, tensor in tensors.items())
+    again = apply(model.rules, back)
+    assert all(torch.equal(again[key], weight) for key, weight in weights.items())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_export_loads_in_transformers(name: str, tmp_path: Path) -> None:
+    """The config and tensors of an export, which knows nothing of the import, are the model's."""
+    model = converted(name)
+    config = model.family.config(model.args)
+    rules = list(model.family.rules(model.args, config))
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file(apply(rules, model.weights, to_hf=True), tmp_path / "model.safetensors", {"format": "pt"})
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(loaded) is type(reference(name))
+    ours, theirs = loaded.state_dict(), reference(name).state_dict()
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[key], value) for key, value in theirs.items())
+    with torch.no_grad():
+        assert torch.equal(loaded.eval()(tokens()).logits, expected_logits(name))
+    assert model.family.arguments(json.loads((tmp_path / "config.json").read_text())) == model.family.arguments(
+        model.config
+    )
