@@ -14,7 +14,7 @@ from megagate.checkpoint.load import RELEASE, common_state
 from megagate.checkpoint.names import translate_on_load
 from megagate.errors import UserError
 from megagate.gate.config import describe, gate_config_from_args
-from megagate.model.pattern import BOUNDARY, derive_pattern, expert_blocks, linear_attention_blocks
+from megagate.model.pattern import BOUNDARY, DELTA_NET, derive_pattern, expert_blocks, linear_attention_blocks
 
 MODEL_ARGUMENTS = (
     "hidden_size",
@@ -110,6 +110,11 @@ def _check_model(
     layers = _layers(saved), _layers(args)
     if layers[0] is not None and layers[0] != layers[1]:
         raise _differs(checkpoint, f"the layers {layers[0]}", str(layers[1]), "use the same")
+    if DELTA_NET in (layers[0] or "") and args.layernorm_zero_centered_gamma and not hasattr(saved, "gate_preset"):
+        raise UserError(
+            f"{checkpoint} is Megatron's own, with Gated DeltaNet and --apply-layernorm-1p: its out_norm.weight is "
+            "w - 1, where megagate has w; add 1 to it first"
+        )
     for name in (*MODEL_ARGUMENTS, *resume_only):
         if not hasattr(saved, name) or not hasattr(args, name):
             continue  # written by another version of Megatron

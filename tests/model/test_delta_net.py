@@ -140,7 +140,7 @@ def reference(weights: dict[str, Tensor], hidden: Tensor) -> Tensor:
         (-weights["A_log"].exp() * step).exp(),
         strength.sigmoid(),
     )
-    normed = values / (values.square().mean(-1, keepdim=True) + EPSILON).sqrt() * (1 + weights["out_norm.weight"])
+    normed = values / (values.square().mean(-1, keepdim=True) + EPSILON).sqrt() * weights["out_norm.weight"]
     gated = normed * functional.silu(gate.unflatten(-1, (VALUE_HEADS, VALUE_DIM)))
     return (gated.flatten(2) @ weights["out_proj.weight"].T).transpose(0, 1)
 
@@ -183,7 +183,7 @@ def test_the_layer_is_qwen3_nexts() -> None:
             "conv1d.weight": weights["conv1d.weight"],
             "dt_bias": weights["dt_bias"],
             "A_log": weights["A_log"],
-            "norm.weight": 1 + weights["out_norm.weight"],
+            "norm.weight": weights["out_norm.weight"],
             "out_proj.weight": weights["out_proj.weight"],
         }
     )
@@ -345,6 +345,7 @@ def test_initial_distributions() -> None:
     assert 13 < decay.max() <= 16
     assert len(decay.unique()) == 3 * VALUE_HEADS
     assert (whole["dt_bias"] == 1).all()
+    assert (whole["out_norm.weight"] == 1).all()
     for part in ("query", "key", "value"):
         taps = whole[f"conv1d.weight.{part}"]
         assert 0.45 < taps.abs().max() <= 0.5  # 1 / sqrt(width)

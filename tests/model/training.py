@@ -211,7 +211,8 @@ def fill(model: list[MegatronModule]) -> None:
             seed = int.from_bytes(hashlib.sha256(piece.key.encode()).digest()[:7], "big")
             whole = torch.randn(piece.global_shape, generator=torch.Generator().manual_seed(seed))
             whole *= 0.2
-            if "norm" in piece.key and piece.key.endswith("weight") and not chunk.config.layernorm_zero_centered_gamma:
+            plain = "out_norm" in piece.key or not chunk.config.layernorm_zero_centered_gamma
+            if "norm" in piece.key and piece.key.endswith("weight") and plain:
                 whole += 1
             piece.value.copy_(whole[piece.place])
             drawn += piece.value.numel()
