@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megagate.checkpoint.families.base import Rule, Weight
+from megagate.checkpoint.families.base import Family, Rule, Weight
 from megagate.errors import UserError
-from megagate.gate.config import GateConfig, gate_config_from_args
+from megagate.gate.config import GateConfig, describe, gate_config_from_args
 from megagate.gate.layout import QKVLayout
 from megagate.model.pattern import ATTENTION, BOUNDARY, DELTA_NET, DENSE, EXPERTS
 
@@ -22,14 +22,23 @@ GATE_KEYS = ("headwise_attn_output_gate", "elementwise_attn_output_gate")
 
 
 class Settings:
-    """The settings of a config.json, whose `name` is for messages.
+    """The settings of a config.json.
 
     A key that is missing or null has the default that the caller gives, which is that of the class in transformers.
+
+    Raises:
+        UserError: the config is not of the family; names the keys that decide.
     """
 
-    def __init__(self, config: Mapping[str, Any], family: str) -> None:
+    def __init__(self, config: dict[str, Any], family: Family) -> None:
+        if not family.recognises(config):
+            keys = "".join(f" and {key}" for key in GATE_KEYS if key in config)
+            raise UserError(
+                f"config.json has model_type {config.get('model_type')!r}{keys}, which is not of the family "
+                f"{family.name}: take another --family, or leave the flag out"
+            )
         self.config = config
-        self.family = family
+        self.family = family.name
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return the value of a key, or its default; without one the key must be there."""
@@ -49,11 +58,6 @@ class Settings:
         value = self.config.get(key)
         if value is not None and value != allowed:
             raise UserError(f"config.json has {key} {value!r}, {why}")
-
-
-def model_type(config: Mapping[str, Any]) -> Any:
-    """Return the model_type of a config.json, if it has one."""
-    return config.get("model_type")
 
 
 def rotary_arguments(settings: Settings, partial: float = 1.0) -> dict[str, Any]:
@@ -97,7 +101,8 @@ def vocabulary_arguments(size: int) -> dict[str, Any]:
 def decoder_arguments(settings: Settings) -> dict[str, Any]:
     """Return the arguments that decoders with RMSNorm, SwiGLU, grouped queries and no biases share."""
     settings.require("hidden_act", "silu", "but only silu, in a gated feed-forward layer, can be represented")
-    settings.require("quantization_config", {}, "but quantised weights cannot be converted: take the original ones")
+    if settings.config.get("quantization_config"):
+        raise UserError("config.json has quantization_config: quantised weights cannot be converted, take the original")
     heads = settings.get("num_attention_heads")
     dropout = settings.get("attention_dropout", 0.0)
     return {
@@ -175,8 +180,7 @@ PLAIN: dict[str, Any] = {
 }
 """Arguments that change what a model computes -> the value that means a plain Qwen3."""
 
-FLAGS = {"layernorm_zero_centered_gamma": "apply_layernorm_1p", "add_bias_linear": "disable_bias_linear"}
-"""Arguments whose flags have another name."""
+ANY = object()
 
 
 def check_plain(args: argparse.Namespace, family: str, other: Mapping[str, Any] | None = None) -> None:
@@ -185,7 +189,7 @@ def check_plain(args: argparse.Namespace, family: str, other: Mapping[str, Any] 
     Args:
         args: of the model, as in a checkpoint.
         family: for the message.
-        other: values that the family has instead of those in `PLAIN`; leaving one out is done with `...`.
+        other: values that the family has instead of those in `PLAIN`; with `ANY` it has them all.
 
     Raises:
         UserError: an argument has another value.
@@ -194,12 +198,8 @@ def check_plain(args: argparse.Namespace, family: str, other: Mapping[str, Any] 
         value = getattr(args, name, expected)
         if isinstance(value, list) and not any(value):  # a list by layer that changes none
             value = None
-        if expected is not ... and value != expected:
-            flag = FLAGS.get(name, name).replace("_", "-")
-            raise UserError(
-                f"the family {family} cannot hold this model: its {flag} is {value!r}, where the family has "
-                f"{expected!r} (as Megatron's arguments name it, {name})"
-            )
+        if expected is not ANY and value != expected:
+            raise UserError(f"the family {family} cannot hold this model: {name} is {value!r}, not {expected!r}")
 
 
 def check_gate(args: argparse.Namespace, family: str, *allowed: GateConfig) -> None:
@@ -207,8 +207,6 @@ def check_gate(args: argparse.Namespace, family: str, *allowed: GateConfig) -> N
     gate = gate_config_from_args(args)
     rows = {"row_alignment": gate.row_alignment}
     if gate not in [GateConfig(**{**vars(option), **rows}) for option in allowed]:
-        from megagate.gate.config import describe
-
         raise UserError(f"the family {family} cannot hold a model with the gate {describe(gate)}")
 
 
@@ -290,7 +288,18 @@ def stacked(hf: Sequence[Weight], megatron: Weight) -> Rule:
         tuple(hf),
         (megatron,),
         to_megatron=lambda tensors: [torch.cat(list(tensors))],
-        to_hf=lambda tensors: [part.clone() for part in tensors[0].split(rows)],
+        to_hf=lambda tensors: list(tensors[0].split(rows)),
+    )
+
+
+def interleaved(hf: Weight, megatron: Sequence[Weight], count: int = 1) -> Rule:
+    """Return the rule of a tensor of Hugging Face that has those of Megatron's in `count` blocks, a part of each."""
+    rows = [weight.shape[0] // count for weight in megatron]
+    return Rule(
+        (hf,),
+        tuple(megatron),
+        to_megatron=lambda tensors: separate(tensors[0], count, rows),
+        to_hf=lambda tensors: [interleave(tensors, count)],
     )
 
 
@@ -338,9 +347,11 @@ def qkv_rules(
         yield Rule(tuple(weights), (fused,), to_megatron, to_hf)
 
 
-def attention_rules(args: argparse.Namespace, hf: str, megatron: str, **gate: Any) -> Iterator[Rule]:
+def attention_rules(
+    args: argparse.Namespace, hf: str, megatron: str, gate_blocks: int = 0, gate_name: str | None = None
+) -> Iterator[Rule]:
     """Yield the rules of softmax attention; the gate as in `qkv_rules`."""
-    yield from qkv_rules(args, hf, megatron, **gate)
+    yield from qkv_rules(args, hf, megatron, gate_blocks, gate_name)
     if args.qk_layernorm:
         for name in "qk":
             yield equal(f"{hf}{name}_norm.weight", f"{megatron}{name}_layernorm.weight", args.kv_channels)
@@ -392,7 +403,7 @@ def embedding_rule(args: argparse.Namespace, name: str, names: Collection[str] =
         return Rule((Weight(name, shape),), (megatron,))
 
     def to_megatron(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        if not torch.equal(*tensors):
+        if not tensors[0].is_meta and not torch.equal(*tensors):
             raise UserError(f"config.json has tie_word_embeddings, but {HEAD} and {name} differ")
         return tensors[:1]
 

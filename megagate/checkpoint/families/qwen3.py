@@ -47,17 +47,26 @@ def check_attention(settings: Settings) -> None:
         raise UserError(f"config.json has layer_types with 'sliding_attention', {NO_WINDOW}")
 
 
-def expert_arguments(settings: Settings, normalized: bool) -> dict[str, Any]:
+def check_no_delta_net(args: argparse.Namespace, family: str) -> None:
+    """Raise UserError where a model has linear attention."""
+    if any(block.attention == DELTA_NET for block in blocks(args)):
+        raise UserError(f"the family {family} cannot hold Gated DeltaNet layers")
+
+
+def expert_arguments(settings: Settings, normalized: bool, count: int, top_k: int, size: int) -> dict[str, Any]:
     """Return the arguments of the routed experts and of which blocks have them.
 
     Args:
         settings: of the model.
         normalized: whether the weights of the chosen experts sum to 1.
+        count: experts where the config does not say.
+        top_k: experts per token, likewise.
+        size: of an expert, likewise.
 
     Raises:
         UserError: no block has experts, or Megatron refuses so few.
     """
-    top_k = settings.get("num_experts_per_tok", 8)
+    top_k = settings.get("num_experts_per_tok", top_k)
     dense, step = settings.get("mlp_only_layers", []), settings.get("decoder_sparse_step", 1)
     layers = range(settings.get("num_hidden_layers"))
     has_experts = [int(layer not in dense and (layer + 1) % step == 0) for layer in layers]
@@ -66,9 +75,9 @@ def expert_arguments(settings: Settings, normalized: bool) -> dict[str, Any]:
     if top_k == 1 and normalized:
         raise UserError("config.json has one expert per token whose weight is always 1, for which Megatron has no way")
     return {
-        "num_experts": settings.config.get("num_local_experts") or settings.get("num_experts"),
+        "num_experts": settings.config.get("num_local_experts") or settings.get("num_experts", count),
         "moe_router_topk": top_k,
-        "moe_ffn_hidden_size": settings.get("moe_intermediate_size", 768),
+        "moe_ffn_hidden_size": settings.get("moe_intermediate_size", size),
         "moe_layer_freq": 1 if all(has_experts) else has_experts,
         "moe_router_pre_softmax": not normalized,
     }
@@ -96,13 +105,7 @@ class Qwen3:
 
     def arguments(self, config: dict[str, Any]) -> dict[str, Any]:
         """Return the model's arguments; see `Family`."""
-        if not self.recognises(config):
-            raise UserError(
-                f"the family {self.name} is that of models with model_type {self.name!r} without gate, but config.json "
-                f"has model_type {config.get('model_type')!r}"
-                + "".join(f" and {key}" for key in GATE_KEYS if key in config)
-            )
-        settings = Settings(config, self.name)
+        settings = Settings(config, self)
         check_attention(settings)
         return {
             **decoder_arguments(settings),
@@ -129,27 +132,39 @@ class Qwen3:
 
     def check(self, args: argparse.Namespace) -> None:
         """Raise UserError for a model that the family cannot hold."""
-        check_plain(args, self.name, {"num_experts": None} if self.name == "qwen3" else None)
+        check_plain(args, self.name, {"num_experts": None})
         check_gate(args, self.name, GateConfig())
-        if any(block.attention == DELTA_NET for block in blocks(args)):
-            raise UserError(f"the family {self.name} cannot hold Gated DeltaNet layers")
+        check_no_delta_net(args, self.name)
+
+    def prefix(self, names: Collection[str]) -> str:
+        """Return the prefix of the model's tensors, but for those of its head."""
+        return "model."
+
+    def gate_blocks(self, args: argparse.Namespace) -> int:
+        """Return into how many blocks of queries and their gate q_proj falls; 0 without a gate."""
+        return 0
 
     def rules(self, args: argparse.Namespace, config: dict[str, Any], names: Collection[str] = ()) -> Iterator[Rule]:
         """Yield the rules of all weights; see `Family`."""
-        yield embedding_rule(args, "model.embed_tokens.weight", names)
+        model, hidden = self.prefix(names), args.hidden_size
+        yield embedding_rule(args, f"{model}embed_tokens.weight", names)
         for block in blocks(args):
-            hf = f"model.{block.hf}"
-            yield equal(
-                f"{hf}input_layernorm.weight", f"{block.attention_prefix}input_layernorm.weight", args.hidden_size
-            )
-            yield from attention_rules(args, f"{hf}self_attn.", f"{block.attention_prefix}self_attention.")
-            yield equal(
-                f"{hf}post_attention_layernorm.weight",
-                f"{block.feed_forward_prefix}pre_mlp_layernorm.weight",
-                args.hidden_size,
-            )
-            yield from feed_forward_rules(args, block, f"{hf}mlp.", names)
-        yield from head_rules(args, "model.norm.weight")
+            hf = f"{model}{block.hf}"
+            yield equal(f"{hf}input_layernorm.weight", f"{block.attention_prefix}input_layernorm.weight", hidden)
+            yield from self.attention(args, block, hf)
+            norm = f"{block.feed_forward_prefix}pre_mlp_layernorm.weight"
+            yield equal(f"{hf}post_attention_layernorm.weight", norm, hidden)
+            yield from self.feed_forward(args, block, hf, names)
+        yield from head_rules(args, f"{model}norm.weight")
+
+    def attention(self, args: argparse.Namespace, block: Block, hf: str) -> Iterator[Rule]:
+        """Yield the rules of a block's attention; hf is the prefix of the block."""
+        megatron = f"{block.attention_prefix}self_attention."
+        yield from attention_rules(args, f"{hf}self_attn.", megatron, self.gate_blocks(args))
+
+    def feed_forward(self, args: argparse.Namespace, block: Block, hf: str, names: Collection[str]) -> Iterator[Rule]:
+        """Yield the rules of a block's dense layer or experts; hf is the prefix of the block."""
+        yield from feed_forward_rules(args, block, f"{hf}mlp.", names)
 
 
 class Qwen3Moe(Qwen3):
@@ -159,9 +174,9 @@ class Qwen3Moe(Qwen3):
 
     def arguments(self, config: dict[str, Any]) -> dict[str, Any]:
         """Return the model's arguments; see `Family`."""
-        settings = Settings(config, self.name)
+        settings = Settings(config, self)
         normalized = settings.get("norm_topk_prob", False)
-        return {**super().arguments(config), **expert_arguments(settings, normalized)}
+        return {**super().arguments(config), **expert_arguments(settings, normalized, 128, 8, 768)}
 
     def head_dim(self, settings: Settings) -> int:
         """Return d, which follows from the other sizes if it is not given."""
@@ -169,8 +184,6 @@ class Qwen3Moe(Qwen3):
 
     def config(self, args: argparse.Namespace) -> dict[str, Any]:
         """Return the config.json of the model; see `Family`."""
-        if not args.num_experts:
-            raise UserError(f"the family {self.name} cannot hold a model without experts")
         return {
             **super().config(args),
             "architectures": ["Qwen3MoeForCausalLM"],
@@ -182,3 +195,11 @@ class Qwen3Moe(Qwen3):
             "decoder_sparse_step": 1,
             "mlp_only_layers": [block.index for block in blocks(args) if block.feed_forward != EXPERTS],
         }
+
+    def check(self, args: argparse.Namespace) -> None:
+        """Raise UserError for a model that the family cannot hold."""
+        if not args.num_experts:
+            raise UserError(f"the family {self.name} cannot hold a model without experts")
+        check_plain(args, self.name)
+        check_gate(args, self.name, GateConfig())
+        check_no_delta_net(args, self.name)
