@@ -8,8 +8,8 @@ elementwise q_proj has the shape of Qwen3-Next's, which has the queries and the 
 import argparse
 from typing import Any
 
-from megagate.checkpoint.families.parts import ANY, GATE_KEYS, Settings, check_gate, check_plain, query_groups
 from megagate.checkpoint.families.qwen3 import Qwen3, check_no_delta_net
+from megagate.checkpoint.families.settings import ANY, GATE_KEYS, Settings, check_gate, check_plain, query_groups
 from megagate.errors import UserError
 from megagate.gate.config import PRESETS, GateGranularity, gate_config_from_args
 

@@ -11,20 +11,22 @@ from typing import Any
 
 from megagate.checkpoint.families.base import Rule
 from megagate.checkpoint.families.parts import (
-    GATE_KEYS,
-    Block,
-    Settings,
     attention_rules,
-    blocks,
-    check_gate,
-    check_plain,
-    decoder_arguments,
-    decoder_config,
     embedding_rule,
     equal,
     expert_rules,
     head_rules,
     mlp_rules,
+)
+from megagate.checkpoint.families.settings import (
+    GATE_KEYS,
+    Block,
+    Settings,
+    blocks,
+    check_gate,
+    check_plain,
+    decoder_arguments,
+    decoder_config,
     rotary_arguments,
 )
 from megagate.errors import UserError

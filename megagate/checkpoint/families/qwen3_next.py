@@ -12,7 +12,9 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from megagate.checkpoint.families.base import Rule, Weight
-from megagate.checkpoint.families.parts import (
+from megagate.checkpoint.families.parts import equal, interleaved, mlp_rules
+from megagate.checkpoint.families.qwen3 import Qwen3, check_attention, expert_arguments, feed_forward_rules
+from megagate.checkpoint.families.settings import (
     ANY,
     GATE_KEYS,
     Block,
@@ -22,12 +24,8 @@ from megagate.checkpoint.families.parts import (
     check_plain,
     decoder_arguments,
     decoder_config,
-    equal,
-    interleaved,
-    mlp_rules,
     rotary_arguments,
 )
-from megagate.checkpoint.families.qwen3 import Qwen3, check_attention, expert_arguments, feed_forward_rules
 from megagate.errors import UserError
 from megagate.gate.config import PRESETS
 from megagate.model.pattern import DELTA_NET, EXPERTS

@@ -71,7 +71,11 @@ class Reference(nn.Module):
         self.weights = {name: torch.zeros(shape) for name, shape in shapes.items()}
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """Return the tensors, as they are on disk."""
+        """Return the tensors."""
+        return self.weights
+
+    def on_disk(self) -> dict[str, Tensor]:
+        """Return the tensors as they are on disk."""
         return self.weights
 
     def norm(self, x: Tensor, name: str) -> Tensor:

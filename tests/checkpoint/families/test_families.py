@@ -28,6 +28,7 @@ from megagate.checkpoint.families.base import Family
 from megagate.checkpoint.families.official import Official
 from megagate.checkpoint.families.qwen3 import Qwen3, Qwen3Moe
 from megagate.checkpoint.families.qwen3_next import Qwen3Next, Qwen35Moe
+from megagate.checkpoint.families.step import Step
 from tests.checkpoint.families.conversion import (
     Converted,
     PlainCase,
@@ -42,6 +43,7 @@ from tests.checkpoint.families.conversion import (
     tokens,
 )
 from tests.checkpoint.families.official_reference import Reference, official_config
+from tests.checkpoint.families.step_reference import Reference as StepReference
 from tests.distributed import run_distributed
 from tests.model.test_layouts import Layout
 from tests.model.training import VOCABULARY, assemble, train_all
@@ -123,6 +125,7 @@ MODELS = {
     "qwen3_5_moe": Model(
         Qwen35Moe(), lambda: Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig(**qwen3_5_sizes())), (TP2, TP4)
     ),
+    "step3p5": Model(Step(), StepReference, (TP2, TP4, EP2)),
 }
 
 
@@ -204,7 +207,7 @@ def test_round_trips_bit_for_bit(name: str, dtype: torch.dtype) -> None:
     assert all(torch.equal(again[key], weight) for key, weight in weights.items())
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if not name.startswith("official")])
+@pytest.mark.parametrize("name", [name for name in MODELS if name.startswith("qwen")])
 def test_export_loads_in_transformers(name: str, tmp_path: Path) -> None:
     """The config and tensors of an export, which knows nothing of the import, are the model's."""
     model = converted(name)

@@ -1,0 +1,252 @@
+"""What a config.json and Megatron's arguments say of a model, as far as families have it in common.
+
+Whatever changes what a model computes is either converted here or refused, with the reason.
+"""
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megagate.checkpoint.families.base import Family
+from megagate.errors import UserError
+from megagate.gate.config import GateConfig, describe, gate_config_from_args
+from megagate.model.pattern import ATTENTION, BOUNDARY, DELTA_NET, DENSE, EXPERTS
+
+GATE_KEYS = ("headwise_attn_output_gate", "elementwise_attn_output_gate")
+"""The keys by which the official repository's models differ from those of transformers with the same model_type."""
+
+
+class Settings:
+    """The settings of a config.json.
+
+    A key that is missing or null has the default that the caller gives, which is that of the class in transformers.
+
+    Raises:
+        UserError: the config is not of the family; names the keys that decide.
+    """
+
+    def __init__(self, config: dict[str, Any], family: Family) -> None:
+        if not family.recognises(config):
+            keys = "".join(f" and {key}" for key in GATE_KEYS if key in config)
+            raise UserError(
+                f"config.json has model_type {config.get('model_type')!r}{keys}, which is not of the family "
+                f"{family.name}: take another --family, or leave the flag out"
+            )
+        self.config = config
+        self.family = family.name
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return the value of a key, or its default; without one the key must be there."""
+        value = self.config.get(key)
+        if value is None:
+            value = default
+        if value is None:
+            raise UserError(f"config.json has no {key}, which a model of the family {self.family} needs")
+        return value
+
+    def require(self, key: str, allowed: Any, why: str) -> None:
+        """Refuse any value of a key, which may be missing, other than the allowed one.
+
+        Raises:
+            UserError: it has another one; says why.
+        """
+        value = self.config.get(key)
+        if value is not None and value != allowed:
+            raise UserError(f"config.json has {key} {value!r}, {why}")
+
+
+def rotary_arguments(settings: Settings, partial: float = 1.0) -> dict[str, Any]:
+    """Return the arguments of the rotary embedding, from where transformers 5 or 4 keeps them.
+
+    Args:
+        settings: of the model.
+        partial: the share of a head's channels that are turned, where the config does not say.
+
+    Raises:
+        UserError: positions are scaled, or differ by layer.
+    """
+    config = settings.config
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if any(isinstance(value, dict) for value in rope.values()):
+        raise UserError("config.json has rotary embeddings that differ by layer, which Megatron does not have")
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ("default", "mrope"):  # of text alone, the positions of mrope are the ordinary ones
+        raise UserError(f"config.json scales the rotary embedding (rope_type {kind!r}), which cannot be represented")
+    theta = rope.get("rope_theta") or config.get("rope_theta") or 10000.0
+    if theta != int(theta):
+        raise UserError(f"config.json has rope_theta {theta}, but Megatron's --rotary-base is a whole number")
+    share = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or partial
+    return {"position_embedding_type": "rope", "rotary_base": int(theta), "rotary_percent": float(share)}
+
+
+def rotary_config(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the keys for the rotary embedding, for transformers 5 and for what reads those of transformers 4."""
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": float(args.rotary_base)}
+    keys: dict[str, Any] = {"rope_theta": float(args.rotary_base), "rope_parameters": rope}
+    if args.rotary_percent != 1:
+        rope["partial_rotary_factor"] = keys["partial_rotary_factor"] = args.rotary_percent
+    return keys
+
+
+def vocabulary_arguments(size: int) -> dict[str, Any]:
+    """Return arguments for as many rows of the embedding; where TP divides them none is padding."""
+    return {"vocab_size": size, "make_vocab_size_divisible_by": min(size & -size, 128)}
+
+
+def decoder_arguments(settings: Settings) -> dict[str, Any]:
+    """Return the arguments that decoders with RMSNorm, SwiGLU, grouped queries and no biases share."""
+    settings.require("hidden_act", "silu", "but only silu, in a gated feed-forward layer, can be represented")
+    if settings.config.get("quantization_config"):
+        raise UserError("config.json has quantization_config: quantised weights cannot be converted, take the original")
+    heads = settings.get("num_attention_heads")
+    dropout = settings.get("attention_dropout", 0.0)
+    return {
+        "num_layers": settings.get("num_hidden_layers"),
+        "hidden_size": settings.get("hidden_size"),
+        "num_attention_heads": heads,
+        "group_query_attention": True,
+        "num_query_groups": settings.get("num_key_value_heads", heads),
+        "max_position_embeddings": settings.get("max_position_embeddings", 32768),
+        "normalization": "RMSNorm",
+        "norm_epsilon": settings.get("rms_norm_eps", 1e-6),
+        "swiglu": True,
+        "disable_bias_linear": True,
+        "untie_embeddings_and_output_weights": not settings.get("tie_word_embeddings", False),
+        "attention_dropout": float(dropout),
+        "hidden_dropout": 0.0,
+        **vocabulary_arguments(settings.get("vocab_size")),
+    }
+
+
+def decoder_config(args: argparse.Namespace, kind: str, architecture: str) -> dict[str, Any]:
+    """Return the keys of a config.json that belong to `decoder_arguments`."""
+    return {
+        "architectures": [architecture],
+        "model_type": kind,
+        "vocab_size": args.tokenizer_vocab_size,
+        "hidden_size": args.hidden_size,
+        "num_hidden_layers": len(blocks(args)),
+        "num_attention_heads": args.num_attention_heads,
+        "num_key_value_heads": query_groups(args),
+        "head_dim": args.kv_channels,
+        "hidden_act": "silu",
+        "max_position_embeddings": args.max_position_embeddings,
+        "rms_norm_eps": args.layernorm_epsilon,
+        "tie_word_embeddings": not args.untie_embeddings_and_output_weights,
+        "attention_bias": False,
+        "attention_dropout": args.attention_dropout,
+        **rotary_config(args),
+    }
+
+
+PLAIN: dict[str, Any] = {
+    "position_embedding_type": "rope",
+    "rotary_interleaved": False,
+    "rotary_seq_len_interpolation_factor": None,
+    "use_rope_scaling": False,
+    "rotary_percent": 1.0,
+    "no_rope_freq": None,
+    "normalization": "RMSNorm",
+    "layernorm_zero_centered_gamma": False,
+    "apply_residual_connection_post_layernorm": False,
+    "qk_layernorm": True,
+    "qk_l2_norm": False,
+    "softmax_type": "vanilla",
+    "window_size": None,
+    "multi_latent_attention": False,
+    "swiglu": True,
+    "activation_func_clamp_value": None,
+    "glu_linear_offset": 0.0,
+    "add_bias_linear": False,
+    "add_qkv_bias": False,
+    "mtp_num_layers": None,
+    "use_mup": False,
+    "moe_shared_expert_intermediate_size": None,
+    "moe_shared_expert_gate": False,
+    "moe_latent_size": None,
+    "moe_apply_probs_on_input": False,
+    "moe_mlp_glu_interleave_size": None,
+    "moe_router_score_function": "softmax",
+    "moe_router_enable_expert_bias": False,
+    "moe_router_topk_scaling_factor": None,
+    "moe_router_num_groups": None,
+    "moe_router_group_topk": None,
+    "moe_router_force_load_balancing": False,
+}
+"""Arguments that change what a model computes -> the value that means a plain Qwen3."""
+
+ANY = object()
+
+
+def check_plain(args: argparse.Namespace, family: str, other: Mapping[str, Any] | None = None) -> None:
+    """Check that a model is one that a family can hold.
+
+    Args:
+        args: of the model, as in a checkpoint.
+        family: for the message.
+        other: values that the family has instead of those in `PLAIN`; with `ANY` it has them all.
+
+    Raises:
+        UserError: an argument has another value.
+    """
+    for name, expected in (PLAIN | dict(other or {})).items():
+        value = getattr(args, name, expected)
+        if isinstance(value, list) and not any(value):  # a list by layer that changes none
+            value = None
+        if expected is not ANY and value != expected:
+            raise UserError(f"the family {family} cannot hold this model: {name} is {value!r}, not {expected!r}")
+
+
+def check_gate(args: argparse.Namespace, family: str, *allowed: GateConfig) -> None:
+    """Raise UserError unless the model's gate is one of those allowed, whatever its row alignment."""
+    gate = gate_config_from_args(args)
+    if gate not in [replace(option, row_alignment=gate.row_alignment) for option in allowed]:
+        raise UserError(f"the family {family} cannot hold a model with the gate {describe(gate)}")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A transformer block: an attention layer and a feed-forward layer of the hybrid pattern."""
+
+    index: int
+    attention: str
+    """The layer's symbol."""
+    feed_forward: str
+
+    @property
+    def hf(self) -> str:
+        """The prefix of the block's tensors in a Hugging Face checkpoint, under that of the model."""
+        return f"layers.{self.index}."
+
+    @property
+    def attention_prefix(self) -> str:
+        """The prefix of the attention layer's tensors in Megatron's."""
+        return f"decoder.layers.{2 * self.index}."
+
+    @property
+    def feed_forward_prefix(self) -> str:
+        """The prefix of the feed-forward layer's."""
+        return f"decoder.layers.{2 * self.index + 1}."
+
+
+def blocks(args: argparse.Namespace) -> list[Block]:
+    """Return the blocks of a model's hybrid layer pattern.
+
+    Raises:
+        UserError: the layers are no blocks.
+    """
+    layers = args.hybrid_layer_pattern.replace(BOUNDARY, "")
+    pairs = [layers[index : index + 2] for index in range(0, len(layers), 2)]
+    known = [attention + feed_forward for attention in (ATTENTION, DELTA_NET) for feed_forward in (DENSE, EXPERTS)]
+    if not set(pairs) <= set(known):
+        raise UserError(
+            f"the layers {args.hybrid_layer_pattern!r} are not blocks of attention and a feed-forward layer, which is "
+            "all that Hugging Face models have"
+        )
+    return [Block(index, *pair) for index, pair in enumerate(pairs)]
+
+
+def query_groups(args: argparse.Namespace) -> int:
+    """Return g."""
+    return args.num_query_groups if args.group_query_attention else args.num_attention_heads
