@@ -56,12 +56,13 @@ class Settings:
             raise UserError(f"config.json has {key} {value!r}, {why}")
 
 
-def rotary_arguments(settings: Settings, partial: float = 1.0) -> dict[str, Any]:
+def rotary_arguments(settings: Settings, partial: float | None = None) -> dict[str, Any]:
     """Return the arguments of the rotary embedding, from where transformers 5 or 4 keeps them.
 
     Args:
         settings: of the model.
-        partial: the share of a head's channels that are turned, where the config does not say.
+        partial: the share of a head's channels that are turned, where the config does not say; None in families that
+            turn all of them, whatever it says.
 
     Raises:
         UserError: positions are scaled, or differ by layer.
@@ -71,12 +72,14 @@ def rotary_arguments(settings: Settings, partial: float = 1.0) -> dict[str, Any]
     if any(isinstance(value, dict) for value in rope.values()):
         raise UserError("config.json has rotary embeddings that differ by layer, which Megatron does not have")
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ("default", "mrope"):  # of text alone, the positions of mrope are the ordinary ones
+    if kind != "default":
         raise UserError(f"config.json scales the rotary embedding (rope_type {kind!r}), which cannot be represented")
     theta = rope.get("rope_theta") or config.get("rope_theta") or 10000.0
     if theta != int(theta):
         raise UserError(f"config.json has rope_theta {theta}, but Megatron's --rotary-base is a whole number")
-    share = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or partial
+    share = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or partial or 1.0
+    if partial is None and share != 1:
+        raise UserError(f"config.json has partial_rotary_factor {share}, which the family {settings.family} ignores")
     return {"position_embedding_type": "rope", "rotary_base": int(theta), "rotary_percent": float(share)}
 
 
@@ -94,26 +97,27 @@ def vocabulary_arguments(size: int) -> dict[str, Any]:
     return {"vocab_size": size, "make_vocab_size_divisible_by": min(size & -size, 128)}
 
 
-def decoder_arguments(settings: Settings) -> dict[str, Any]:
-    """Return the arguments that decoders with RMSNorm, SwiGLU, grouped queries and no biases share."""
+def decoder_arguments(settings: Settings, groups: str = "num_key_value_heads") -> dict[str, Any]:
+    """Return the arguments that decoders with RMSNorm, SwiGLU, grouped queries and no biases share.
+
+    `groups` is the key for the number of KV groups.
+    """
     settings.require("hidden_act", "silu", "but only silu, in a gated feed-forward layer, can be represented")
     if settings.config.get("quantization_config"):
         raise UserError("config.json has quantization_config: quantised weights cannot be converted, take the original")
-    heads = settings.get("num_attention_heads")
-    dropout = settings.get("attention_dropout", 0.0)
     return {
         "num_layers": settings.get("num_hidden_layers"),
         "hidden_size": settings.get("hidden_size"),
-        "num_attention_heads": heads,
+        "num_attention_heads": settings.get("num_attention_heads"),
         "group_query_attention": True,
-        "num_query_groups": settings.get("num_key_value_heads", heads),
+        "num_query_groups": settings.get(groups),
         "max_position_embeddings": settings.get("max_position_embeddings", 32768),
         "normalization": "RMSNorm",
         "norm_epsilon": settings.get("rms_norm_eps", 1e-6),
         "swiglu": True,
         "disable_bias_linear": True,
         "untie_embeddings_and_output_weights": not settings.get("tie_word_embeddings", False),
-        "attention_dropout": float(dropout),
+        "attention_dropout": float(settings.get("attention_dropout", 0.0)),
         "hidden_dropout": 0.0,
         **vocabulary_arguments(settings.get("vocab_size")),
     }
@@ -173,8 +177,12 @@ PLAIN: dict[str, Any] = {
     "moe_router_num_groups": None,
     "moe_router_group_topk": None,
     "moe_router_force_load_balancing": False,
+    "moe_router_force_biased": None,
 }
 """Arguments that change what a model computes -> the value that means a plain Qwen3."""
+
+ROUTING = ("sinkhorn", "quantile_balancing")
+"""Ways of balancing experts that change which are chosen; the others are losses."""
 
 ANY = object()
 
@@ -192,10 +200,15 @@ def check_plain(args: argparse.Namespace, family: str, other: Mapping[str, Any] 
     """
     for name, expected in (PLAIN | dict(other or {})).items():
         value = getattr(args, name, expected)
-        if isinstance(value, list) and not any(value):  # a list by layer that changes none
-            value = None
+        if expected is None and not (any(value) if isinstance(value, list) else value):
+            continue
         if expected is not ANY and value != expected:
             raise UserError(f"the family {family} cannot hold this model: {name} is {value!r}, not {expected!r}")
+    if args.num_experts and getattr(args, "moe_router_load_balancing_type", None) in ROUTING:
+        raise UserError(
+            f"the family {family} cannot hold this model: its moe_router_load_balancing_type changes which experts "
+            "are chosen"
+        )
 
 
 def check_gate(args: argparse.Namespace, family: str, *allowed: GateConfig) -> None:

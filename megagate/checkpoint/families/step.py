@@ -45,8 +45,7 @@ class Step(Qwen3):
         chosen = set(blocks[1:]) if listed is None else {int(layer) for layer in str(listed).split(",") if layer}
         scale = settings.get("moe_router_scaling_factor", 1.0)
         return {
-            **decoder_arguments(settings),
-            "num_query_groups": settings.get("num_attention_groups"),
+            **decoder_arguments(settings, "num_attention_groups"),
             "kv_channels": settings.get("head_dim"),
             "position_embedding_type": "rope",
             "rotary_base": same_value(settings, "rope_theta", 10000.0, whole=True),

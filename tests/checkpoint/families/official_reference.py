@@ -26,7 +26,7 @@ def official_config(**changes: Any) -> dict[str, Any]:
         "head_dim": 8,
         "hidden_act": "silu",
         "max_position_embeddings": 64,
-        "rms_norm_eps": 1e-5,
+        "rms_norm_eps": 1e-3,
         "rope_theta": 1000.0,
         "rope_scaling": None,
         "use_sliding_window": False,

@@ -18,7 +18,7 @@ CONFIG = {
     "num_attention_groups": 2,
     "head_dim": 8,
     "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-5,
+    "rms_norm_eps": 1e-3,
     "rope_theta": [1000.0, 1000.0],
     "partial_rotary_factors": [0.5, 0.5],
     "layer_types": ["full_attention", "full_attention"],
