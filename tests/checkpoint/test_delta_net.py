@@ -1,9 +1,12 @@
 """A model with Gated DeltaNet goes on from its checkpoints, on the same layout and on others."""
 
+import argparse
 from pathlib import Path
 
 import pytest
 
+from megagate.checkpoint.fit import _check_model
+from megagate.errors import UserError
 from tests.checkpoint.conftest import Trained
 from tests.checkpoint.test_resume import LAYOUTS, check_same_layout, compare, resume
 from tests.checkpoint.training import DISTRIBUTED
@@ -31,3 +34,15 @@ def test_other_layout(trained: Trained, tmp_path: Path, before: str, after: str)
     ranks, flags = LAYOUTS[before]
     straight = trained(ranks, [*flags, *FLAGS])
     assert compare(straight / "iter_0000004", resume(straight, tmp_path, after, FLAGS), tolerance=TOLERANCE) == []
+
+
+def test_a_norm_of_megatrons_own_is_refused() -> None:
+    """With --apply-layernorm-1p its output norm has w - 1, of the same name and shape as ours, which has w."""
+    ours = argparse.Namespace(hybrid_layer_pattern="G-", layernorm_zero_centered_gamma=True, gate_preset=None)
+    here = argparse.Namespace(**vars(ours), warm_start_from=None)
+    _check_model(here, ours, Path("runs/iter_0000002"), ())
+    megatrons = argparse.Namespace(hybrid_layer_pattern="G-", layernorm_zero_centered_gamma=True)
+    with pytest.raises(UserError, match=r"its out_norm\.weight is w - 1, where megagate has w"):
+        _check_model(here, megatrons, Path("runs/iter_0000002"), ())
+    here.layernorm_zero_centered_gamma = megatrons.layernorm_zero_centered_gamma = False
+    _check_model(here, megatrons, Path("runs/iter_0000002"), ())
