@@ -132,7 +132,7 @@ def test_model_delta_net() -> None:
     assert fields == {"in_proj", "out_norm", "out_proj"}
     assert "gdn_layer" in {field.name for field in dataclasses.fields(HybridStackSubmodules)}
     constructor = source(gated_delta_net.GatedDeltaNet.__init__)
-    for attribute in ("tp_group", "tp_size", "out_norm", "A_log", "A_init_range", "conv1d"):
+    for attribute in ("tp_group", "tp_size", "out_norm", "value_head_dim", "A_log", "A_init_range", "conv1d"):
         assert f"self.{attribute} = " in constructor
     # Initial weights are drawn in the same way by name.
     reset = source(gated_delta_net.GatedDeltaNet.reset_parameters)
