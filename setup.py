@@ -36,7 +36,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.12",
     packages=find_packages(include=["megagate", "megagate.*"]),
-    package_data={"megagate": ["py.typed"]},
+    package_data={"megagate": ["py.typed", "checkpoint/exported/*.py"]},
     install_requires=[
         "megatron-core>=0.19.2,<0.20",
         "torch>=2.11",

@@ -1,18 +1,19 @@
 """A language model with gated attention (Qiu et al. 2025, arXiv 2505.06708), for transformers.
 
-This file lies beside the weights that megagate exports, and is all that they need besides torch and transformers (5.24 or
-newer): `AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True)`.
+This file lies beside the weights that megagate exports. All that it needs is torch and transformers, 5.24 or newer:
+`AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True)`.
 
 To understand the gates, read `gate_scores`, `apply_gate` and then `GatedAttention`. Everything else is a plain decoder:
-blocks of attention and a feed-forward layer, each behind a norm and added to the residual stream. Feed-forward layers are
-dense or mixtures of experts; attention may also be linear (Gated DeltaNet).
+blocks of attention and a feed-forward layer, each behind a norm and added to the residual stream. Feed-forward layers
+are dense or mixtures of experts; attention may also be linear (Gated DeltaNet).
 
 Letters in shapes: b batch, s new tokens, n tokens of all sequences (b*s), H hidden size, h query heads, g KV heads,
 d channels per head, t channels of a head's gate scores (d for elementwise gates, 1 for headwise ones).
 """
 
 import re
-from typing import Any
+from dataclasses import field
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -41,32 +42,33 @@ from transformers.utils.output_capturing import capture_outputs
 class MegagateConfig(PreTrainedConfig):
     """What the model is made of.
 
-    hybrid_layer_pattern: the layers in order, `*` attention, `G` Gated DeltaNet, `-` dense, `E` experts. An attention layer
-        and the feed-forward layer after it are one block, `model.layers.{i}`; either may be alone.
+    hybrid_layer_pattern: the layers in order, `*` attention, `G` Gated DeltaNet, `-` dense, `E` experts. An attention
+        layer and the feed-forward layer after it are one block, `model.layers.{i}`; either may be alone.
     gate: which gate the attention has; the keys and their values are those of `GATE`.
     zero_centered_norms: whether the weights of norms are stored minus 1.
     qkv_bias, linear_bias: biases of the query, key, value and gate projections; of all other linear layers.
     hidden_act, gated_mlp: of feed-forward layers, down(act(gate(x)) * up(x)) or down(act(up(x))).
     position_embedding: "rope", "learned" or "none".
     rope_layers: for each block, whether rotary embedding is applied; None for all.
-    sliding_window, sliding_layers: how many tokens a query sees, itself included, in the blocks where 1 stands; None for all.
+    sliding_window: how many tokens a query sees, itself included; None for all.
+    sliding_layers: for each block, whether it has the window; None for all.
     router_*: see `Router`.
     """
 
     model_type = "megagate"
-    keys_to_ignore_at_inference = ["cache"]  # noqa: RUF012
+    keys_to_ignore_at_inference: ClassVar = ["cache"]
 
     vocab_size: int = 32000
     hidden_size: int = 512
     hybrid_layer_pattern: str = "*-*-"
-    num_hidden_layers: int | None = None
-    layer_types: list[str] | None = None
+    num_hidden_layers: int = 0  # this and the next follow from the pattern
+    layer_types: list[str] = field(default_factory=list)
     max_position_embeddings: int = 4096
     tie_word_embeddings: bool = True
     initializer_range: float = 0.02
     use_cache: bool = True
 
-    gate: dict[str, Any] | None = None
+    gate: dict[str, Any] = field(default_factory=dict)
     num_attention_heads: int = 8
     num_key_value_heads: int = 8
     head_dim: int = 64
@@ -74,7 +76,7 @@ class MegagateConfig(PreTrainedConfig):
     qkv_bias: bool = False
     attention_dropout: float = 0.0
     position_embedding: str = "rope"
-    rope_parameters: dict[str, Any] | None = None
+    rope_parameters: dict[str, Any] = field(default_factory=dict)
     rope_layers: list[int] | None = None
     sliding_window: int | None = None
     sliding_layers: list[int] | None = None
@@ -105,7 +107,7 @@ class MegagateConfig(PreTrainedConfig):
     linear_conv_kernel_dim: int = 4
 
     def __post_init__(self, **kwargs: Any) -> None:
-        self.gate = GATE | (self.gate or {})
+        self.gate = GATE | self.gate
         self.num_hidden_layers = len(self.blocks)
         self.layer_types = [self._layer_type(index, block) for index, block in enumerate(self.blocks)]
         super().__post_init__(**kwargs)
@@ -152,7 +154,7 @@ ACTIVATIONS = {
 
 
 def gate_scores(logits: Tensor, gate: dict[str, Any]) -> Tensor:
-    """Return the scores, in fp32 or wider, of logits [..., heads, t]: of that shape, or [..., 1, t] where they are shared."""
+    """Return the scores of logits [..., heads, t], in fp32 or wider: of that shape, or [..., 1, t] where shared."""
     scores = ACTIVATIONS[gate["activation"]](wide(logits))
     return scores.mean(dim=-2, keepdim=True) if gate["sharing"] == "head-shared" else scores
 
@@ -201,9 +203,9 @@ class GatedAttention(nn.Module):
             self.sdpa_norm = RMSNorm(config, heads, channels)
 
     def gated(self, position: str, y: Tensor, hidden: Tensor) -> Tensor:
-        """Gate y [b, s, heads, d], or [b, s, H] at the output, if the gate is at this position; else return it as it is.
+        """Return y [b, s, heads, d], at the output [b, s, H], gated if the gate is at this position, else as it is.
 
-        `hidden` is X [b, s, H], the normalised input of queries, keys and values.
+        `hidden` is X [b, s, H], the normalised input that queries, keys and values are made from.
         """
         if self.gate["position"] != position:
             return y
@@ -275,9 +277,10 @@ def eager_attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Attend with the matrix in full; query [b, h, s, d], key and value [b, g, all tokens, d], mask added to the logits.
+    """Attend with the matrix in full, to which `mask` is added.
 
-    Returns [b, s, h, d] and the probabilities [b, h, s, all tokens].
+    Returns, of query [b, h, s, d] and of key and value [b, g, all tokens, d], [b, s, h, d] and the probabilities
+    [b, h, s, all tokens].
     """
     key, value = (tensor.repeat_interleave(module.num_key_value_groups, dim=1) for tensor in (key, value))
     logits = query @ key.transpose(-1, -2) * scaling
@@ -441,7 +444,9 @@ class MixtureOfExperts(nn.Module):
                 output.index_add_(0, rows, weighted.to(output.dtype))
         if self.shared_expert is not None:
             shared = self.shared_expert(tokens)
-            output = output + (shared * self.shared_expert_gate(tokens).sigmoid() if self.shared_expert_gate else shared)
+            output = output + (
+                shared * self.shared_expert_gate(tokens).sigmoid() if self.shared_expert_gate else shared
+            )
         return output.view_as(x)
 
 
@@ -452,9 +457,9 @@ class MixtureOfExperts(nn.Module):
 class GatedDeltaNet(nn.Module):
     """Linear attention by the gated delta rule (arXiv 2412.06464), as in Qwen3-Next.
 
-    S_t = S_{t-1} a_t (I - b_t k_t k_t^T) + b_t v_t k_t^T and o_t = S_t q_t, with a_t the decay and b_t the write strength
-    of a head; queries, keys and values pass a short causal convolution and silu first; the output is normalised for each
-    head and multiplied by silu of z.
+    S_t = S_{t-1} a_t (I - b_t k_t k_t^T) + b_t v_t k_t^T and o_t = S_t q_t, with a_t the decay and b_t the write
+    strength of a head. Queries, keys and values pass a short causal convolution and silu first. The output is
+    normalised for each head and multiplied by silu of z.
     """
 
     def __init__(self, config: MegagateConfig, layer_idx: int) -> None:
@@ -526,7 +531,9 @@ class MegagateBlock(GradientCheckpointingLayer):
         if layers[-1] in "-E":
             self.post_attention_layernorm = make_norm(config, config.hidden_size)
             has_experts = layers[-1] == "E"
-            self.mlp = MixtureOfExperts(config) if has_experts else MLP(config, config.intermediate_size, config.linear_bias)
+            self.mlp = (
+                MixtureOfExperts(config) if has_experts else MLP(config, config.intermediate_size, config.linear_bias)
+            )
 
     def forward(
         self, hidden: Tensor, rotary: tuple[Tensor, Tensor] | None, mask: Any, cache: Any = None, **kwargs: Any
@@ -548,11 +555,11 @@ class MegagatePreTrainedModel(PreTrainedModel):
     config_class = MegagateConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    _no_split_modules = ["MegagateBlock"]  # noqa: RUF012
-    _keep_in_fp32_modules_strict = ["expert_bias"]  # noqa: RUF012
+    _no_split_modules: ClassVar = ["MegagateBlock"]
+    _keep_in_fp32_modules_strict: ClassVar = ["expert_bias"]
     _supports_sdpa = True
     _supports_attention_backend = True
-    _can_record_outputs = {"hidden_states": MegagateBlock, "attentions": GatedAttention}  # noqa: RUF012
+    _can_record_outputs: ClassVar = {"hidden_states": MegagateBlock, "attentions": GatedAttention}
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
@@ -641,7 +648,7 @@ class MegagateModel(MegagatePreTrainedModel):
 class MegagateForCausalLM(MegagatePreTrainedModel, GenerationMixin):
     """The decoder and a linear map to the vocabulary."""
 
-    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
+    _tied_weights_keys: ClassVar = {"lm_head.weight": "model.embed_tokens.weight"}
 
     def __init__(self, config: MegagateConfig) -> None:
         super().__init__(config)
@@ -653,7 +660,12 @@ class MegagateForCausalLM(MegagatePreTrainedModel, GenerationMixin):
     def forward(
         self,
         input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cache: Any = None,
+        inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
+        use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
@@ -662,7 +674,15 @@ class MegagateForCausalLM(MegagatePreTrainedModel, GenerationMixin):
         With `labels` [b, s] (-100 where there is none), also the mean cross entropy of predicting each next token.
         Other arguments are those of `MegagateModel`.
         """
-        outputs = self.model(input_ids=input_ids, **kwargs)
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            cache=cache,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(outputs.last_hidden_state[:, kept])
         loss = None if labels is None else self.loss_function(logits, labels, self.config.vocab_size, **kwargs)

@@ -1,10 +1,10 @@
 """megagate's own models, for those that no public architecture holds: any gate, and all that the torch backend trains.
 
-The other side is `megagate/checkpoint/exported/modeling_megagate.py`, which is written beside the weights. Its rows are in
-the usual order (by head, then channel), the gate's are a weight of their own, and headwise gates have no padding.
+The other side is `megagate/checkpoint/exported/modeling_megagate.py`, which is written beside the weights. Its rows are
+in the usual order (by head, then channel), the gate's are a weight of their own, and headwise gates have no padding.
 
-Layers: Megatron numbers attention and feed-forward layers one after another; here an attention layer and the feed-forward
-layer after it are one block.
+Megatron numbers attention and feed-forward layers one after another; here an attention layer and the feed-forward layer
+after it are one block.
 """
 
 import argparse
@@ -40,7 +40,7 @@ NOT_HELD: dict[str, tuple[tuple[Any, ...], str]] = {
     "moe_router_force_biased": ((None,), "the choice of experts is biased at random"),
     "mtp_num_layers": ((None, 0), "there are layers for multi-token prediction"),
 }
-"""Arguments that change the model in a way its transformers counterpart does not know: values that do not, and a reason."""
+"""Arguments that can change the model to one that the modeling file does not know: values that do not, and a reason."""
 
 ROUTING = ("sinkhorn", "quantile_balancing")
 """Values of --moe-router-load-balancing-type that choose experts otherwise than by the largest scores."""
@@ -107,7 +107,7 @@ YARN: dict[str, str] = {
 }
 """Keys of rope_parameters -> arguments."""
 
-YARN_DEFAULTS = {"original_max_position_embeddings": 4096, "beta_fast": 32.0, "beta_slow": 1.0}
+YARN_DEFAULTS = {"original_max_position_embeddings": 4096, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
 """Megatron's, where an argument is None."""
 
 FLAGS = {"layernorm_epsilon": "norm_epsilon", "layernorm_zero_centered_gamma": "apply_layernorm_1p"}
@@ -323,7 +323,7 @@ def _position_arguments(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _layer_arguments(config: dict[str, Any]) -> dict[str, Any]:
-    """Return which layers there are and what differs between them: by block, where each has two layers, else by layer."""
+    """Return which layers there are and what differs between them, by block where each has two layers, else by layer."""
     layers, with_rope = config["hybrid_layer_pattern"], config["rope_layers"]
     blocks = _blocks(layers)
     settings: dict[str, list[int] | None] = {

@@ -1,4 +1,7 @@
-"""The rules of megagate's own models, layer by layer: `hf` and `megatron` are what the names on the two sides begin with."""
+"""The rules of megagate's own models, layer by layer.
+
+`hf` and `megatron` are what the names on the two sides begin with, `config` is config.json.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,7 +24,9 @@ def pair(hf: str, megatron: str, *shape: int) -> Rule:
 def layer(config: dict[str, Any], kind: str, hf: str, megatron: str) -> Iterator[Rule]:
     """Yield the rules of one of Megatron's layers, named by its symbol; `hf` is the block that has it."""
     is_attention = kind in (ATTENTION, DELTA_NET)
-    norms = ("input_layernorm", "input_layernorm") if is_attention else ("post_attention_layernorm", "pre_mlp_layernorm")
+    norms = (
+        ("input_layernorm", "input_layernorm") if is_attention else ("post_attention_layernorm", "pre_mlp_layernorm")
+    )
     yield from norm(config, f"{hf}.{norms[0]}", f"{megatron}.{norms[1]}", config["hidden_size"])
     if kind == ATTENTION:
         yield from attention(config, f"{hf}.self_attn", f"{megatron}.self_attention")

@@ -6,9 +6,14 @@ directory with config.json and the modeling file, and come back through AutoMode
 
 import argparse
 import ast
+import contextlib
+import functools
+import importlib.util
+import itertools
 import json
-from collections.abc import Iterator
-from dataclasses import asdict
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,11 +25,22 @@ from torch import Tensor
 from megagate.checkpoint.families.base import Rule, Weight
 from megagate.checkpoint.families.megagate import FAMILY, MODELING_FILE
 from megagate.errors import UserError
-from megagate.gate import PRESETS, QKVLayout, gate_config_from_args
+from megagate.gate import (
+    PRESETS,
+    GateActivation,
+    GateCombine,
+    GateConfig,
+    GateGranularity,
+    GateInput,
+    GatePosition,
+    GateSharing,
+    QKVLayout,
+    gate_config_from_args,
+)
 from megagate.gate.functional import AttentionWeights, reference_attention, rotary_tables
 from tests.distributed import run_distributed
-from tests.model.test_delta_net import DELTA_NET
 from tests.model import training
+from tests.model.test_delta_net import DELTA_NET
 from tests.model.training import VOCABULARY
 
 transformers = pytest.importorskip("transformers")
@@ -87,10 +103,6 @@ MODELS |= {
     "delta net, LayerNorm": f"{DENSE} {DELTA_NET} --linear-attention-freq 2 --normalization LayerNorm",
 }
 """Flags besides those of `tests.model.training`, of which the flag after `--without` is left out."""
-
-MODEL_FLAGS = "--swiglu --qk-layernorm --group-query-attention"
-"""Flags there that say what the model is and cannot be taken back."""
-
 
 # ---------------------------------------------------------------------------------------------------------------------
 # In the rank
@@ -168,32 +180,53 @@ def assert_inverse(rules: list[Rule], state: dict[str, Tensor], hf: dict[str, Te
             assert torch.equal(value, of(state, weight)), weight
 
 
-@pytest.fixture(autouse=True)
-def remote_code_elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """transformers copies a directory's code into its cache before importing it."""
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+@dataclass(frozen=True)
+class Exported:
+    """A model as megagate has it, and the directory that it was written to."""
+
+    folder: Path
+    args: argparse.Namespace
+    config: dict[str, Any]
+    rules: list[Rule]
+    state: dict[str, Tensor]
+    hf: dict[str, Tensor]
+    logits: Tensor
+    """[b, s, vocabulary], of `TOKENS`."""
+
+    def load(self, **settings: Any) -> Any:
+        """Load it with transformers; nothing is missing and nothing is left over."""
+        model, info = transformers.AutoModelForCausalLM.from_pretrained(
+            self.folder, trust_remote_code=True, output_loading_info=True, **settings
+        )
+        assert not any(info.values()), info
+        return model.eval()
 
 
-def export(name: str, folder: Path, **loading: Any) -> tuple[Any, dict[str, Tensor], dict[str, Any], Tensor]:
-    """Write the model as the driver does and load it; returns it, its weights, its config.json and megagate's logits."""
+@pytest.fixture(scope="module")
+def export(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Exported]]:
+    """Write a model as the driver does; each once."""
     from safetensors.torch import save_file
 
-    args, state, logits = run_distributed(original, 1, name, timeout=120)[0]
-    config = FAMILY.config(args)
-    rules = list(FAMILY.rules(args, config))
-    state = without_padding(state, config["vocab_size"])
-    hf = to_hf(rules, state)
-    assert_inverse(rules, state, hf)
-    folder.mkdir(exist_ok=True)
-    save_file(hf, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(config, indent=2))
-    for file in FAMILY.files:
-        (folder / file.name).write_bytes(file.read_bytes())
-    model, info = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, trust_remote_code=True, output_loading_info=True, **loading
-    )
-    assert not any(info.values()), info
-    return model.eval(), hf, config, logits[..., : config["vocab_size"]]
+    @functools.cache
+    def write(name: str) -> Exported:
+        args, state, logits = run_distributed(original, 1, name, timeout=120)[0]
+        config = FAMILY.config(args)
+        rules = list(FAMILY.rules(args, config))
+        state = without_padding(state, config["vocab_size"])
+        hf = to_hf(rules, state)
+        folder = tmp_path_factory.mktemp("exported")
+        save_file(hf, folder / "model.safetensors", metadata={"format": "pt"})
+        (folder / "config.json").write_text(json.dumps(config, indent=2))
+        for file in FAMILY.files:
+            (folder / file.name).write_bytes(file.read_bytes())
+        return Exported(folder, args, config, rules, state, hf, logits[..., : config["vocab_size"]])
+
+    # transformers copies a directory's code into a cache before importing it.
+    with mock.patch("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path_factory.mktemp("modules"))):
+        yield write
+
+
+Export = Callable[[str], Exported]
 
 
 def assert_close(actual: Tensor, expected: Tensor, tolerance: float = TOLERANCE) -> None:
@@ -202,14 +235,260 @@ def assert_close(actual: Tensor, expected: Tensor, tolerance: float = TOLERANCE)
 
 @pytest.mark.parametrize("name", MODELS)
 @torch.no_grad()
-def test_logits_and_round_trip(name: str, tmp_path: Path) -> None:
-    """The logits, those of tokens given one after another, and the weights on the way back."""
-    model, _, _, expected = export(name, tmp_path / "model")
-    assert_close(model(TOKENS).logits, expected)
+def test_logits(export: Export, name: str) -> None:
+    """The logits of all tokens at once, and of tokens given in parts with a cache."""
+    exported = export(name)
+    model = exported.load()
+    assert_close(model(TOKENS, use_cache=False).logits, exported.logits)
 
-    cache, steps = None, []
-    for part in TOKENS.split([5, 1, 1, 3, 6], dim=1):
-        outputs = model(part, cache=cache, use_cache=True)
+    cache, parts = None, []
+    for tokens in TOKENS.split([5, 1, 1, 3, 6], dim=1):
+        outputs = model(tokens, cache=cache, use_cache=True)
         cache = outputs.cache
-        steps.append(outputs.logits)
-    assert_close(torch.cat(steps, dim=1), expected)
+        parts.append(outputs.logits)
+    assert_close(torch.cat(parts, dim=1), exported.logits)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_way_back(export: Export, name: str) -> None:
+    """The weights bit for bit, and the flags of the same model."""
+    exported = export(name)
+    for rule in exported.rules:
+        outputs = rule.to_megatron([exported.hf[weight.name] for weight in rule.hf])
+        for weight, value in zip(rule.megatron, outputs, strict=True):
+            assert torch.equal(value, of(exported.state, weight)), weight
+
+    assert FAMILY.recognises(exported.config)
+    args = run_distributed(arguments_of, 1, FAMILY.arguments(exported.config), timeout=120)[0]
+    assert FAMILY.config(args) == exported.config
+    assert args.padded_vocab_size == args.tokenizer_vocab_size
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What transformers does with it
+
+LIVELY = ["sdpa-headwise", "sdpa-constant", "some windows", "learned positions", "pattern", "delta net"]
+"""One for each kind of cache and mask."""
+
+
+@pytest.mark.parametrize("name", LIVELY)
+@torch.no_grad()
+def test_generation(export: Export, name: str) -> None:
+    """With a cache it is what the whole sequence gives, and padding on the left changes nothing."""
+    model = export(name).load()
+    prompt = TOKENS[:, :6]
+    settings = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    generated = model.generate(prompt, **settings)
+    tokens = prompt
+    for _ in range(8):
+        tokens = torch.cat((tokens, model(tokens, use_cache=False).logits[:, -1:].argmax(-1)), dim=1)
+    assert torch.equal(generated, tokens)
+    assert len(set(generated[:, 6:].flatten().tolist())) > 3
+    assert torch.equal(model.generate(prompt, use_cache=False, **settings), tokens)
+
+    padded = torch.cat((torch.zeros(2, 3, dtype=torch.long), prompt), dim=1)
+    mask = torch.ones_like(padded)
+    mask[:, :3] = 0
+    assert torch.equal(model.generate(padded, attention_mask=mask, **settings)[:, 3:], tokens)
+
+
+@pytest.mark.parametrize("name", ["value-elementwise", "some windows", "delta net"])
+@torch.no_grad()
+def test_attention_implementations(export: Export, name: str) -> None:
+    exported = export(name)
+    model = exported.load(attn_implementation="eager")
+    outputs = model(TOKENS, output_attentions=True, output_hidden_states=True)
+    assert_close(outputs.logits, exported.logits)
+    attention = [block for block in exported.config["hybrid_layer_pattern"] if block == "*"]
+    assert len(outputs.attentions) == len(attention)
+    for probabilities in outputs.attentions:
+        assert_close(probabilities.sum(-1), torch.ones_like(probabilities[..., 0]))
+    assert len(outputs.hidden_states) == model.config.num_hidden_layers + 1
+
+
+@pytest.mark.parametrize("name", ["key-elementwise", "sdpa-elementwise-shared", "delta net"])
+def test_training(export: Export, name: str) -> None:
+    """The loss is the mean cross entropy of the next token; gradients reach every weight, checkpointed or not."""
+    exported = export(name)
+    gradients = []
+    for checkpointed in (False, True):
+        model = exported.load().train()
+        if checkpointed:
+            model.gradient_checkpointing_enable()
+        loss = model(TOKENS, labels=TOKENS).loss
+        loss.backward()
+        gradients.append({key: parameter.grad for key, parameter in model.named_parameters()})
+    logits = exported.logits[:, :-1].flatten(0, 1)
+    assert_close(loss.detach(), torch.nn.functional.cross_entropy(logits, TOKENS[:, 1:].flatten()))
+    for key, gradient in gradients[0].items():
+        assert gradient is not None and gradient.abs().max() > 0, key
+        assert_close(gradients[1][key], gradient)
+
+
+def test_saving_and_precision(export: Export, tmp_path: Path) -> None:
+    """transformers saves what it has loaded, code and all; in bf16 the choice of experts stays in fp32."""
+    exported = export("sigmoid router")
+    exported.load().save_pretrained(tmp_path)
+    again = Exported(**(vars(exported) | {"folder": tmp_path}))
+    with torch.no_grad():
+        assert torch.equal(again.load()(TOKENS).logits, exported.load()(TOKENS).logits)
+    assert (tmp_path / MODELING_FILE.name).read_bytes() == MODELING_FILE.read_bytes()
+
+    narrow = exported.load(dtype=torch.bfloat16)
+    dtypes = {name: value.dtype for name, value in narrow.state_dict().items()}
+    assert {name for name, dtype in dtypes.items() if dtype != torch.bfloat16} == {
+        "model.layers.0.mlp.router.expert_bias"
+    }
+    with torch.no_grad():
+        assert_close(narrow(TOKENS).logits.float(), exported.logits, 0.1)
+
+
+def test_new_models_start_sensibly(export: Export) -> None:
+    """Without weights: norms are 1, the constant gate and biases 0, all else is drawn."""
+    for name in ("sdpa-constant", "delta net", "sigmoid router", "LayerNorm"):
+        config = transformers.AutoConfig.from_pretrained(export(name).folder, trust_remote_code=True)
+        model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=True)
+        for key, value in model.named_parameters():
+            if "norm" in key and key.endswith("weight"):
+                assert (value == (0 if config.zero_centered_norms else 1)).all(), key
+            elif key.endswith(("gate_constant", "bias")) and not key.endswith("dt_bias"):
+                assert (value == 0).all(), key
+            elif value.dim() > 1:
+                assert float(value.std()) == pytest.approx(config.initializer_range, rel=0.3), key
+            else:
+                assert value.isfinite().all(), key
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The modeling file
+
+
+def test_the_file_needs_torch_and_transformers_only() -> None:
+    imported = set()
+    for node in ast.walk(ast.parse(MODELING_FILE.read_text())):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0
+            imported.add(node.module or "")
+    packages = {name.partition(".")[0] for name in imported}
+    assert packages - sys.stdlib_module_names == {"torch", "transformers"}
+
+
+@functools.cache
+def modeling() -> Any:
+    """Return the file as a module."""
+    spec = importlib.util.spec_from_file_location("modeling_megagate_under_test", MODELING_FILE)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def all_gates() -> Iterator[GateConfig]:
+    """Yield every combination of axes that there is."""
+    yield from (PRESETS[name] for name in ("baseline", "sdpa-rmsnorm", "sdpa-silu"))
+    axes = (GatePosition, GateGranularity, GateSharing, GateCombine, GateActivation, GateInput)
+    names = ("position", "granularity", "sharing", "combine", "activation", "input")
+    for values in itertools.product(*axes):
+        with contextlib.suppress(UserError):
+            gate = GateConfig(**dict(zip(names, values, strict=True)))
+            if gate.has_gate:
+                yield gate
+
+
+@torch.no_grad()
+def test_every_gate_is_the_reference(export: Export) -> None:
+    """The attention layer in float64 against the plain-torch reference, for every gate that can be configured."""
+    file = modeling()
+    gates = list(all_gates())
+    assert len(gates) == 3 + 4 * 2 * 2 * 2 * 4 + 2 * 2 * 2 * 4 + 2 * 4  # fused, constant, output, and no gate
+    heads, groups, channels, hidden = 4, 2, 6, 10
+    x = torch.randn(2, 7, hidden, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    positions = torch.arange(7, dtype=torch.float64)
+    for seed, gate in enumerate(gates):
+        config = file.MegagateConfig(
+            hybrid_layer_pattern="*",
+            hidden_size=hidden,
+            num_attention_heads=heads,
+            num_key_value_heads=groups,
+            head_dim=channels,
+            qk_norm=True,
+            gate=json.loads(json.dumps(asdict(gate))),
+            rope_parameters={"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.7},
+        )
+        config._attn_implementation = "sdpa"
+        attention = file.GatedAttention(config, 0).double()
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in attention.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+        weights = {name.removesuffix(".weight"): value for name, value in attention.named_parameters()}
+        reference = AttentionWeights(
+            weights["q_proj"],
+            weights.get("gate_proj") if gate.is_fused else None,
+            weights["k_proj"],
+            weights["v_proj"],
+            weights["o_proj"],
+            weights["q_norm"],
+            weights["k_norm"],
+            gate_constant=weights.get("gate_constant"),
+            gate_output=None if gate.is_fused else weights.get("gate_proj"),
+            sdpa_norm=weights.get("sdpa_norm"),
+        )
+        expected = reference_attention(
+            x.transpose(0, 1),
+            reference,
+            gate,
+            num_attention_heads=heads,
+            num_query_groups=groups,
+            rotary=rotary_tables(positions, 4, 100.0),
+            norm_epsilon=config.norm_eps,
+        )
+        actual, _ = attention(x, file.rotary_tables(positions[None], config), None)
+        # Angles are in fp32, as in the trainer.
+        assert_close(actual.transpose(0, 1), expected, 1e-6)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Refusals
+
+
+def test_other_models_are_not_recognised() -> None:
+    for config in ({}, {"model_type": "qwen3"}, {"model_type": "qwen3", "gate": {}}):
+        assert not FAMILY.recognises(config)
+        with pytest.raises(UserError, match="not 'megagate'"):
+            FAMILY.arguments(config)
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"apply_residual_connection_post_layernorm": True}, "--apply-residual-connection-post-layernorm"),
+        ({"glu_linear_offset": 1.0}, "--glu-linear-offset"),
+        ({"moe_router_group_topk": 2}, "--moe-router-group-topk"),
+        ({"hybrid_layer_pattern": "*-M-"}, "M"),
+        ({"moe_router_load_balancing_type": "sinkhorn"}, "sinkhorn"),
+        ({"moe_router_load_balancing_type": ["aux_loss", "quantile_balancing"]}, "quantile_balancing"),
+        ({"position_embedding_type": "mrope"}, "mrope"),
+    ],
+    ids=str,
+)
+def test_what_the_file_does_not_know_is_refused(export: Export, changed: dict[str, Any], named: str) -> None:
+    args = argparse.Namespace(**(vars(export("baseline").args) | changed))
+    with pytest.raises(UserError, match=named):
+        FAMILY.config(args)
+
+
+def test_padding_that_is_not_zero_is_refused(export: Export) -> None:
+    """It would be lost; shapes alone, which the driver asks for first, are no reason."""
+    exported = export("sdpa-headwise")
+    (rule,) = [
+        rule for rule in exported.rules if rule.megatron[0].name == "decoder.layers.0.self_attention.linear_qkv.weight"
+    ]
+    weight = exported.state[rule.megatron[0].name].clone()
+    layout = QKVLayout(8, 2, 8, gate_config_from_args(exported.args))
+    assert rule.to_hf([weight.to("meta")])[0].shape == rule.hf[0].shape
+    weight[layout.padding_row_mask().nonzero()[-1], 3] = 1e-30
+    with pytest.raises(UserError, match="not zero"):
+        rule.to_hf([weight])
