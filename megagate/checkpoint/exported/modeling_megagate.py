@@ -145,7 +145,7 @@ GATE: dict[str, Any] = {
 }
 """The axes of a gate, with their defaults."""
 
-ACTIVATIONS = {
+ACTIVATIONS: dict[str, Any] = {
     "sigmoid": torch.sigmoid,
     "silu": F.silu,
     "ns-sigmoid": lambda logits: 0.5 + 0.5 * torch.sigmoid(logits),
@@ -386,6 +386,8 @@ class Router(nn.Module):
     the choice only.
     """
 
+    expert_bias: Tensor | None
+
     def __init__(self, config: MegagateConfig) -> None:
         super().__init__()
         self.config = config
@@ -444,9 +446,9 @@ class MixtureOfExperts(nn.Module):
                 output.index_add_(0, rows, weighted.to(output.dtype))
         if self.shared_expert is not None:
             shared = self.shared_expert(tokens)
-            output = output + (
-                shared * self.shared_expert_gate(tokens).sigmoid() if self.shared_expert_gate else shared
-            )
+            if self.shared_expert_gate is not None:
+                shared = shared * self.shared_expert_gate(tokens).sigmoid()
+            output = output + shared
         return output.view_as(x)
 
 
@@ -526,14 +528,15 @@ class MegagateBlock(GradientCheckpointingLayer):
         layers = config.blocks[layer_idx]
         self.self_attn = GatedAttention(config, layer_idx) if layers[0] == "*" else None
         self.linear_attn = GatedDeltaNet(config, layer_idx) if layers[0] == "G" else None
-        self.input_layernorm = make_norm(config, config.hidden_size) if layers[0] in "*G" else None
-        self.mlp = self.post_attention_layernorm = None
-        if layers[-1] in "-E":
+        self.mlp: nn.Module | None = None
+        if layers[0] in "*G":
+            self.input_layernorm = make_norm(config, config.hidden_size)
+        if layers[-1] == "-":
+            self.mlp = MLP(config, config.intermediate_size, config.linear_bias)
+        elif layers[-1] == "E":
+            self.mlp = MixtureOfExperts(config)
+        if self.mlp is not None:
             self.post_attention_layernorm = make_norm(config, config.hidden_size)
-            has_experts = layers[-1] == "E"
-            self.mlp = (
-                MixtureOfExperts(config) if has_experts else MLP(config, config.intermediate_size, config.linear_bias)
-            )
 
     def forward(
         self, hidden: Tensor, rotary: tuple[Tensor, Tensor] | None, mask: Any, cache: Any = None, **kwargs: Any

@@ -323,7 +323,7 @@ def _position_arguments(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _layer_arguments(config: dict[str, Any]) -> dict[str, Any]:
-    """Return which layers there are and what differs between them, by block where each has two layers, else by layer."""
+    """Return which layers there are and what differs between them: by block, if each has two layers, else by layer."""
     layers, with_rope = config["hybrid_layer_pattern"], config["rope_layers"]
     blocks = _blocks(layers)
     settings: dict[str, list[int] | None] = {
