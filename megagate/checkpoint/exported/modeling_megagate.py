@@ -45,7 +45,7 @@ class MegagateConfig(PreTrainedConfig):
     hybrid_layer_pattern: the layers in order, `*` attention, `G` Gated DeltaNet, `-` dense, `E` experts. An attention
         layer and the feed-forward layer after it are one block, `model.layers.{i}`; either may be alone.
     gate: which gate the attention has; the keys and their values are those of `GATE`.
-    zero_centered_norms: whether the weights of norms are stored minus 1.
+    zero_centered_norms: whether the weights of norms are stored minus 1; not the one inside of Gated DeltaNet.
     qkv_bias, linear_bias: biases of the query, key, value and gate projections; of all other linear layers.
     hidden_act, gated_mlp: of feed-forward layers, down(act(gate(x)) * up(x)) or down(act(up(x))).
     position_embedding: "rope", "learned" or "none".
@@ -200,7 +200,7 @@ class GatedAttention(nn.Module):
             gated_heads = heads if position in ("sdpa", "query") else groups
             self.gate_proj = nn.Linear(hidden, gated_heads * scores, bias=config.qkv_bias)
         if self.gate["sdpa_output_norm"]:
-            self.sdpa_norm = RMSNorm(config, heads, channels)
+            self.sdpa_norm = RMSNorm(config, heads, channels, zero_centered=config.zero_centered_norms)
 
     def gated(self, position: str, y: Tensor, hidden: Tensor) -> Tensor:
         """Return y [b, s, heads, d], at the output [b, s, H], gated if the gate is at this position, else as it is.
@@ -327,11 +327,11 @@ def wide(x: Tensor) -> Tensor:
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * w over the last dimension (arXiv 1910.07467); w of `shape`."""
+    """x / sqrt(mean(x^2) + eps) * w over the last dimension (arXiv 1910.07467); w of `shape`, stored minus 1 or not."""
 
-    def __init__(self, config: MegagateConfig, *shape: int) -> None:
+    def __init__(self, config: MegagateConfig, *shape: int, zero_centered: bool) -> None:
         super().__init__()
-        self.eps, self.offset = config.norm_eps, float(config.zero_centered_norms)
+        self.eps, self.offset = config.norm_eps, float(zero_centered)
         self.weight = nn.Parameter(torch.full(shape, 1 - self.offset))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -343,18 +343,19 @@ class RMSNorm(nn.Module):
 class LayerNorm(nn.LayerNorm):
     """torch's, whose weight may be stored minus 1."""
 
-    def __init__(self, config: MegagateConfig, size: int) -> None:
+    def __init__(self, config: MegagateConfig, size: int, zero_centered: bool) -> None:
         super().__init__(size, eps=config.norm_eps)
-        self.offset = float(config.zero_centered_norms)
+        self.offset = float(zero_centered)
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise [..., size]."""
         return F.layer_norm(x, self.normalized_shape, self.weight + self.offset, self.bias, self.eps)
 
 
-def make_norm(config: MegagateConfig, size: int) -> nn.Module:
-    """Return the kind of norm that the config names."""
-    return {"RMSNorm": RMSNorm, "LayerNorm": LayerNorm}[config.norm](config, size)
+def make_norm(config: MegagateConfig, size: int, zero_centered: bool | None = None) -> nn.Module:
+    """Return the kind of norm that the config names, with weights as the config says where `zero_centered` is None."""
+    kind = {"RMSNorm": RMSNorm, "LayerNorm": LayerNorm}[config.norm]
+    return kind(config, size, zero_centered=config.zero_centered_norms if zero_centered is None else zero_centered)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -482,7 +483,7 @@ class GatedDeltaNet(nn.Module):
         )
         self.A_log = nn.Parameter(torch.zeros(value_heads))
         self.dt_bias = nn.Parameter(torch.ones(value_heads))
-        self.norm = make_norm(config, config.linear_value_head_dim)
+        self.norm = make_norm(config, config.linear_value_head_dim, zero_centered=False)
         self.o_proj = nn.Linear(values, hidden, bias=False)
 
     def forward(self, hidden: Tensor, mask: Tensor | None, cache: Any = None) -> Tensor:

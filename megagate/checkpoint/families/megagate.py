@@ -236,6 +236,8 @@ def _check_held(args: argparse.Namespace) -> None:
     unknown = set(args.hybrid_layer_pattern) - {ATTENTION, DELTA_NET, DENSE, EXPERTS, BOUNDARY}
     if unknown:
         raise UserError(f"megagate's export does not know the layers {', '.join(sorted(unknown))} of the layer pattern")
+    if ATTENTION not in args.hybrid_layer_pattern:
+        raise UserError("megagate's export needs an attention layer (*), since it counts tokens in that layer's cache")
     balancing = args.moe_router_load_balancing_type
     for routing in ROUTING:
         if args.num_experts and routing in (balancing if isinstance(balancing, list) else [balancing]):

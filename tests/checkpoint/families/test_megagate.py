@@ -350,7 +350,8 @@ def test_new_models_start_sensibly(export: Export) -> None:
         model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=True)
         for key, value in model.named_parameters():
             if "norm" in key and key.endswith("weight"):
-                assert (value == (0 if config.zero_centered_norms else 1)).all(), key
+                zero_centered = config.zero_centered_norms and "linear_attn" not in key
+                assert (value == (0 if zero_centered else 1)).all(), key
             elif key.endswith(("gate_constant", "bias")) and not key.endswith("dt_bias"):
                 assert (value == 0).all(), key
             elif value.dim() > 1:
@@ -467,7 +468,8 @@ def test_other_models_are_not_recognised() -> None:
         ({"apply_residual_connection_post_layernorm": True}, "--apply-residual-connection-post-layernorm"),
         ({"glu_linear_offset": 1.0}, "--glu-linear-offset"),
         ({"moe_router_group_topk": 2}, "--moe-router-group-topk"),
-        ({"hybrid_layer_pattern": "*-M-"}, "M"),
+        ({"hybrid_layer_pattern": "*-M-"}, "layers M"),
+        ({"hybrid_layer_pattern": "GE|-"}, "needs an attention layer"),
         ({"moe_router_load_balancing_type": "sinkhorn"}, "sinkhorn"),
         ({"moe_router_load_balancing_type": ["aux_loss", "quantile_balancing"]}, "quantile_balancing"),
         ({"position_embedding_type": "mrope"}, "mrope"),
