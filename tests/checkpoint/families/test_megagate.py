@@ -127,15 +127,16 @@ def original(name: str) -> tuple[argparse.Namespace, dict[str, Tensor], Tensor]:
 
 def arguments_of(flags: dict[str, Any]) -> argparse.Namespace:
     """Return the arguments that the trainer parses of a recipe's flags."""
+    from megatron.training.argument_utils import ArgumentGroupFactory
+
     from megagate.pretrain.arguments import build_parser, parse
     from megagate.pretrain.recipe import recipe_tokens
 
-    tokens = recipe_tokens({name.replace("_", "-"): value for name, value in flags.items()}, build_parser()[0], "flags")
-    run = (
-        "--mock-data --tokenizer-type NullTokenizer --seq-length 16 --micro-batch-size 2 --lr 1 --train-iters 1 "
-        "--logging-level 40"
-    )
-    return argparse.Namespace(**vars(parse([*run.split(), *tokens])))
+    run = "--mock-data --tokenizer-type NullTokenizer --seq-length 16 --micro-batch-size 2 --lr 1 --train-iters 1"
+    # Megatron parses its own source for the help of its flags.
+    with mock.patch.object(ArgumentGroupFactory, "_get_field_docstrings", lambda self, kind: {}):
+        tokens = recipe_tokens({key.replace("_", "-"): value for key, value in flags.items()}, build_parser()[0], "")
+        return argparse.Namespace(**vars(parse([*run.split(), "--logging-level", "40", *tokens])))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
