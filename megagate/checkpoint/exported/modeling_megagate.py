@@ -35,6 +35,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
     torch_recurrent_gated_delta_rule,
 )
 from transformers.utils import can_return_tuple
+from transformers.utils.deprecation import deprecate_kwarg
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
@@ -440,11 +441,10 @@ class MixtureOfExperts(nn.Module):
         tokens = x.flatten(0, 1)  # [n, H]
         weights, chosen = self.router(tokens)
         output = torch.zeros_like(tokens)
-        for index, expert in enumerate(self.experts):
+        for index in chosen.unique().tolist():
             rows, slots = (chosen == index).nonzero(as_tuple=True)
-            if len(rows):
-                weighted = expert(tokens[rows]) * weights[rows, slots, None]
-                output.index_add_(0, rows, weighted.to(output.dtype))
+            weighted = self.experts[index](tokens[rows]) * weights[rows, slots, None]
+            output.index_add_(0, rows, weighted.to(output.dtype))
         if self.shared_expert is not None:
             shared = self.shared_expert(tokens)
             if self.shared_expert_gate is not None:
@@ -597,10 +597,11 @@ class MegagateModel(MegagatePreTrainedModel):
 
     @merge_with_config_defaults
     @capture_outputs
+    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
     def forward(
         self,
         input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
+        attention_mask: Tensor | dict[str, Any] | None = None,
         position_ids: Tensor | None = None,
         cache: Any = None,
         inputs_embeds: Tensor | None = None,
@@ -611,7 +612,7 @@ class MegagateModel(MegagatePreTrainedModel):
 
         Args:
             input_ids: [b, s], the new tokens; or `inputs_embeds` [b, s, H].
-            attention_mask: [b, earlier and new tokens], 0 at padding.
+            attention_mask: [b, earlier and new tokens], 0 at padding; or what attention functions need, by layer type.
             position_ids: [b, s]; those after the cached tokens if None.
             cache: transformers' Cache of earlier tokens.
             use_cache: whether to return a cache.
@@ -628,25 +629,28 @@ class MegagateModel(MegagatePreTrainedModel):
             start = 0 if cache is None else cache.get_seq_length()
             position_ids = torch.arange(start, start + hidden.shape[1], device=hidden.device)[None]
 
-        arguments = {
-            "config": self.config,
-            "inputs_embeds": hidden,
-            "attention_mask": attention_mask,
-            "cache": cache,
-            "position_ids": position_ids,
-        }
+        if isinstance(attention_mask, dict):
+            masks = attention_mask
+        else:
+            masks = self.masks(
+                inputs_embeds=hidden, attention_mask=attention_mask, cache=cache, position_ids=position_ids
+            )
+        rotary = rotary_tables(position_ids, self.config) if self.config.position_embedding == "rope" else None
+        if self.embed_positions is not None:
+            hidden = hidden + self.embed_positions(position_ids)
+        for kind, block in zip(self.config.layer_types, self.layers, strict=True):
+            hidden = block(hidden, rotary, masks.get(kind), cache=cache, **kwargs)
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden), cache=cache)
+
+    def masks(self, **arguments: Any) -> dict[str, Any]:
+        """Return what the attention function needs to know about who sees whom, by layer type."""
         makers = {
             "full_attention": create_causal_mask,
             "sliding_attention": create_sliding_window_causal_mask,
             "linear_attention": create_recurrent_attention_mask,
         }
-        masks = {kind: makers[kind](**arguments) for kind in set(self.config.layer_types) & makers.keys()}
-        rotary = rotary_tables(position_ids, self.config) if self.config.position_embedding == "rope" else None
-        if self.embed_positions is not None:
-            hidden = hidden + self.embed_positions(position_ids)
-        for kind, block in zip(self.config.layer_types, self.layers, strict=True):
-            hidden = block(hidden, rotary, masks.get(kind), cache, **kwargs)
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden), cache=cache)
+        kinds = set(self.config.layer_types) & makers.keys()
+        return {kind: makers[kind](config=self.config, **arguments) for kind in kinds}
 
 
 class MegagateForCausalLM(MegagatePreTrainedModel, GenerationMixin):
@@ -661,6 +665,7 @@ class MegagateForCausalLM(MegagatePreTrainedModel, GenerationMixin):
         self.post_init()
 
     @can_return_tuple
+    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
     def forward(
         self,
         input_ids: Tensor | None = None,

@@ -150,6 +150,7 @@ class MegagateFamily:
             "model_type": MODEL_TYPE,
             "auto_map": {
                 "AutoConfig": f"{MODELING_FILE.stem}.MegagateConfig",
+                "AutoModel": f"{MODELING_FILE.stem}.MegagateModel",
                 "AutoModelForCausalLM": f"{MODELING_FILE.stem}.MegagateForCausalLM",
             },
             "dtype": str(args.params_dtype).removeprefix("torch."),

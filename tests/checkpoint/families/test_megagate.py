@@ -287,6 +287,8 @@ def test_generation(export: Export, name: str) -> None:
     assert len(set(generated[:, 6:].flatten().tolist())) > 3
     assert torch.equal(model.generate(prompt, use_cache=False, **settings), tokens)
 
+    assert torch.equal(model.generate(prompt, cache_implementation="static", **settings), tokens)
+
     padded = torch.cat((torch.zeros(2, 3, dtype=torch.long), prompt), dim=1)
     mask = torch.ones_like(padded)
     mask[:, :3] = 0
@@ -324,6 +326,23 @@ def test_training(export: Export, name: str) -> None:
     for key, gradient in gradients[0].items():
         assert gradient is not None and gradient.abs().max() > 0, key
         assert_close(gradients[1][key], gradient)
+
+
+@torch.no_grad()
+def test_the_old_name_of_the_cache(export: Export) -> None:
+    """It must not be ignored, which would give other logits without an error."""
+    exported = export("sdpa-headwise")
+    model = exported.load()
+    first = model(TOKENS[:, :9], use_cache=True)
+    assert_close(model(TOKENS[:, 9:], past_key_values=first.cache).logits, exported.logits[:, 9:])
+
+
+@torch.no_grad()
+def test_the_decoder_alone(export: Export) -> None:
+    exported = export("sdpa-headwise")
+    decoder = transformers.AutoModel.from_pretrained(exported.folder, trust_remote_code=True).eval()
+    hidden = decoder(TOKENS).last_hidden_state
+    assert_close(hidden @ exported.hf["lm_head.weight"].T, exported.logits)
 
 
 def test_saving_and_precision(export: Export, tmp_path: Path) -> None:
