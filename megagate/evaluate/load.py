@@ -111,9 +111,19 @@ def one_process_arguments(checkpoint: Path) -> argparse.Namespace:
     Raises:
         UserError: the checkpoint holds no arguments, or was not written by megagate.
     """
-    args = copy.copy(checkpoint_arguments(checkpoint))
-    if getattr(args, "hybrid_layer_pattern", None) is None:
+    saved = checkpoint_arguments(checkpoint)
+    if getattr(saved, "hybrid_layer_pattern", None) is None:
         raise UserError(f"{checkpoint} does not hold a hybrid model: it was not written by megagate.pretrain")
+    args = for_one_process(saved)
+    args.load = str(checkpoint.parent)
+    suffix = checkpoint.name.removeprefix("iter_")
+    args.ckpt_step = int(suffix) if suffix.isdigit() else None  # None for a release checkpoint
+    return args
+
+
+def for_one_process(saved: argparse.Namespace) -> argparse.Namespace:
+    """Return the arguments of a run, changed so that one process builds its model and evaluates it."""
+    args = copy.copy(saved)
     with quiet():
         from megagate.model.backends import torch_backend
     platform = torch_backend.ARGUMENTS | (cpu.ARGUMENTS if on_cpu() else {})
@@ -121,9 +131,6 @@ def one_process_arguments(checkpoint: Path) -> argparse.Namespace:
         setattr(args, name, value)
     args.hybrid_layer_pattern = args.hybrid_layer_pattern.replace("|", "")
     args.micro_batch_size = args.global_batch_size = 1  # read by Megatron's batch bookkeeping only
-    args.load = str(checkpoint.parent)
-    suffix = checkpoint.name.removeprefix("iter_")
-    args.ckpt_step = int(suffix) if suffix.isdigit() else None  # None for a release checkpoint
     return args
 
 
@@ -141,7 +148,7 @@ def tokenizer_of(args: argparse.Namespace, tokenizer_model: str | None = None) -
 
 
 @contextlib.contextmanager
-def load_model(directory: Path, step: int | None = None) -> Iterator[LoadedModel]:
+def load_model(directory: Path, step: int | None = None, *, in_fp32: bool = False) -> Iterator[LoadedModel]:
     """Load a checkpoint for evaluation; leaving the context takes down what Megatron keeps per process.
 
     For a process of its own: it also takes down what a training run in the same process has set up.
@@ -149,18 +156,34 @@ def load_model(directory: Path, step: int | None = None) -> Iterator[LoadedModel
     Args:
         directory: what `--save` named in training.
         step: the iteration to load, the newest complete one if None.
+        in_fp32: compute in fp32, whatever the model was trained in.
 
     Raises:
         UserError: there is no such checkpoint.
     """
     checkpoint = find_checkpoint(directory, step)
     args = one_process_arguments(checkpoint)
+    if in_fp32:
+        args.bf16 = args.fp16 = False
+        args.params_dtype = torch.float32
+    with one_process(args):
+        with quiet(), hidden_output():
+            model, iteration = _build_and_load(args)
+        yield LoadedModel(model, args, checkpoint, iteration)
+
+
+@contextlib.contextmanager
+def one_process(args: argparse.Namespace) -> Iterator[None]:
+    """Set Megatron up for models that this process alone holds, and take down what it keeps afterwards.
+
+    Args:
+        args: from `for_one_process`.
+    """
     starts_group = not torch.distributed.is_initialized()
     try:
         with quiet(), hidden_output():
             _initialize(args)
-            model, iteration = _build_and_load(args)
-        yield LoadedModel(model, args, checkpoint, iteration)
+        yield
     finally:
         _take_down(starts_group)
 

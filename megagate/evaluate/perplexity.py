@@ -240,7 +240,7 @@ def _tokenizer(args: argparse.Namespace, moved_to: str | None) -> Any:
             raise
         print(f"the text's bytes are not known: {error}", file=sys.stderr, flush=True)
         return None
-    if tokenizer.vocab_size != args.tokenizer_vocab_size:
+    if max(tokenizer.vocab_size, args.vocab_size or 0) != args.tokenizer_vocab_size:
         raise UserError(
             f"the checkpoint was written with a tokenizer of {args.tokenizer_vocab_size} tokens, but "
             f"{moved_to or args.tokenizer_model} has {tokenizer.vocab_size}: give its own with --tokenizer-model"

@@ -386,7 +386,8 @@ def validate(args: argparse.Namespace) -> None:
         set_global_variables(args)
     except (AssertionError, ValueError, RuntimeError, OSError) as error:
         raise UserError(f"Megatron refuses the arguments: {reason(error)}") from error
-    args.tokenizer_vocab_size = get_tokenizer().vocab_size
+    # An embedding may have rows that no token of the tokenizer uses, as many published models have.
+    args.tokenizer_vocab_size = max(get_tokenizer().vocab_size, args.vocab_size or 0)
     # Megatron pads to a multiple of divisor x TP; the least common multiple gives all usual TP sizes one shape, so
     # that a checkpoint loads at another size.
     multiple = math.lcm(args.make_vocab_size_divisible_by, args.tensor_model_parallel_size)
