@@ -29,6 +29,7 @@ from megagate.checkpoint.huggingface import CONFIG, StoredTensor, WeightReader, 
 from megagate.checkpoint.load import RELEASE, TRACKER, checkpoint_arguments
 from megagate.checkpoint.output_directory import complete_or_nothing
 from megagate.checkpoint.side_files import SOURCE, copy_side_files, tokenizer_flags, write_side_files
+from megagate.data.tokenizer import quiet
 from megagate.errors import UserError
 from megagate.evaluate.load import find_checkpoint
 
@@ -300,6 +301,11 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         UserError: something in the options, the model or its files is wrong.
     """
+    with quiet():
+        return _run(options)
+
+
+def _run(options: argparse.Namespace) -> int:
     if options.command == "import":
         summary = import_checkpoint(
             options.hf, options.out, family_name=options.family, drop=options.drop, overwrite=options.overwrite

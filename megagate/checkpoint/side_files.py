@@ -34,8 +34,8 @@ TOKENIZER_COMPANIONS = (
     "chat_template.json",
 )
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
-NOT_INHERITED = ("auto_map", "quantization_config", "torch_dtype", "dtype", "transformers_version", "_name_or_path")
-"""Keys of a source's config.json that say nothing of another model."""
+INHERITED = (*SPECIAL_TOKENS, "initializer_range", "use_cache", "router_aux_loss_coef", "output_router_logits")
+"""Keys of a source's config.json that do not change what the model computes, and that no checkpoint holds."""
 
 PROBES = (
     "The quick brown fox jumps over the lazy dog.",
@@ -94,7 +94,7 @@ def write_side_files(
     """
     original = read_json(source / CONFIG) if source else {}
     if original.get("model_type") == config.get("model_type"):
-        config = {name: value for name, value in original.items() if name not in NOT_INHERITED} | config
+        config = {name: original[name] for name in INHERITED if name in original} | config
     else:
         source = None
     special_tokens = _write_tokenizer(target, args, source, tokenizer)

@@ -4,9 +4,10 @@ import argparse
 from typing import Any
 
 from megagate.checkpoint.families.base import Family
+from megagate.checkpoint.families.qwen3 import Qwen3, Qwen3Moe
 from megagate.errors import UserError, nearest
 
-FAMILIES: tuple[Family, ...] = ()
+FAMILIES: tuple[Family, ...] = (Qwen3(), Qwen3Moe())
 """All of them; an export without a model to follow takes the first that can hold it."""
 
 

@@ -1,0 +1,136 @@
+"""Bytes per second of a conversion both ways, beside `cp -r` of the same bytes, and peak memory.
+
+    python benchmarks/convert.py [--gigabytes 4] [--directory DIR]
+
+A synthetic Qwen3-MoE in bf16 is imported and exported, each in a process of its own, whose peak resident memory is
+given above that of a process that only imports the same modules. What counts is the time in which tensors are read,
+converted and written; the start of Python, torch and Megatron is given as well. Files are in the page cache for all.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from megagate.checkpoint.accounting import wanted
+from megagate.checkpoint.families.qwen3 import Qwen3Moe
+from megagate.checkpoint.huggingface import StoredTensor, WeightWriter
+
+HIDDEN, EXPERTS, INTERMEDIATE, VOCABULARY = 1024, 32, 512, 32768
+LAYER_GIGABYTES = 2 * 3 * EXPERTS * HIDDEN * INTERMEDIATE / 1e9
+
+MEASURED = """
+import json, resource, sys, time
+started = time.monotonic()
+from pathlib import Path
+import megagate.checkpoint.convert as convert
+import megagate.pretrain.arguments
+from megagate.data.tokenizer import quiet
+summary = None
+with quiet():
+    if sys.argv[1:]:
+        function = {"import": convert.import_checkpoint, "export": convert.export_checkpoint}[sys.argv[1]]
+        summary = function(Path(sys.argv[2]), Path(sys.argv[3]))
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+result = {"peak": peak, "all": time.monotonic() - started}
+if summary:
+    result |= {"bytes": summary.nbytes, "seconds": summary.seconds}
+print("\\n" + json.dumps(result))
+"""
+
+
+def synthetic_config(gigabytes: float) -> dict:
+    """Return the config.json of a model of about that size."""
+    embeddings = 2 * 2 * VOCABULARY * HIDDEN / 1e9
+    return {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "vocab_size": VOCABULARY,
+        "hidden_size": HIDDEN,
+        "intermediate_size": INTERMEDIATE,
+        "moe_intermediate_size": INTERMEDIATE,
+        "num_experts": EXPERTS,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "num_hidden_layers": max(1, round((gigabytes - embeddings) / LAYER_GIGABYTES)),
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": False,
+        "hidden_act": "silu",
+    }
+
+
+def write_model(directory: Path, gigabytes: float) -> None:
+    """Write a Hugging Face directory of random weights."""
+    from megagate.checkpoint.described_model import complete_arguments, recipe_flags
+
+    config, family = synthetic_config(gigabytes), Qwen3Moe()
+    flags = recipe_flags(family.arguments(config), torch.bfloat16, {"tokenizer-type": "NullTokenizer"})
+    shapes = wanted(family.rules(complete_arguments(flags), config), "hf")
+    tensors = {name: StoredTensor(shape, torch.bfloat16) for name, shape in shapes.items()}
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(config))
+    writer = WeightWriter(directory, tensors, 2 * 10**9)
+    for name, tensor in tensors.items():
+        writer.write(name, torch.empty(tensor.shape, dtype=torch.bfloat16).normal_(0, 0.02))
+    writer.close()
+
+
+def measured(*words: str) -> dict:
+    """Run a conversion, or only the imports, in a process of its own."""
+    command = [sys.executable, "-W", "ignore", "-c", MEASURED, *words]
+    finished = subprocess.run(command, capture_output=True, text=True, check=True)
+    return json.loads(finished.stdout.splitlines()[-1])
+
+
+def copied(source: Path, target: Path) -> float:
+    """Return the seconds that `cp -r` takes."""
+    started = time.monotonic()
+    subprocess.run(["cp", "-r", str(source), str(target)], check=True)
+    return time.monotonic() - started
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--gigabytes", type=float, default=4.0, help="size of the model (4)")
+    parser.add_argument("--directory", help="where to write; the system's temporary directory if not given")
+    parser.add_argument("--rounds", type=int, default=3, help="of cp, import and export in turn (3)")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=options.directory) as name:
+        folder = Path(name)
+        write_model(folder / "hf", options.gigabytes)
+        nothing = measured()
+        for _ in range(options.rounds):
+            for target in ("copy", "ckpt", "back"):
+                shutil.rmtree(folder / target, ignore_errors=True)
+            os.sync()  # so that no one's pages are written back in another's time
+            seconds = copied(folder / "hf", folder / "copy")
+            os.sync()
+            first = measured("import", str(folder / "hf"), str(folder / "ckpt"))
+            os.sync()
+            second = measured("export", str(folder / "ckpt"), str(folder / "back"))
+            rate = first["bytes"] / seconds
+            print(f"cp -r   {first['bytes'] / 1e9:.2f} GB  {rate / 1e6:6.0f} MB/s")
+            for label, result in (("import", first), ("export", second)):
+                own = result["bytes"] / result["seconds"]
+                print(
+                    f"{label}  {result['bytes'] / 1e9:.2f} GB  {own / 1e6:6.0f} MB/s, {own / rate:.2f} of cp, "
+                    f"{result['all']:.0f} s in all, peak {(result['peak'] - nothing['peak']) / 2**20:.0f} MiB above "
+                    f"{nothing['peak'] / 2**20:.0f} MiB"
+                )
+
+
+if __name__ == "__main__":
+    main()
