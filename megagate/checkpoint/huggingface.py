@@ -1,22 +1,20 @@
 """The weights of a Hugging Face directory, read and written one tensor at a time.
 
-Reading maps a file into memory and lets it go again after `REOPEN_AFTER` bytes, so that pages already read do not stay.
-Writing knows all names, shapes and dtypes beforehand, so that the header of a safetensors file can stand before data
-that do not exist yet: a header is eight bytes for its length, then JSON (https://huggingface.co/docs/safetensors).
+A safetensors file is eight bytes for the length of its header, the header in JSON, and the tensors' bytes
+(https://huggingface.co/docs/safetensors). The package of that name maps a file into memory, whose pages then stay, and
+writes a file whole. Here a tensor is read into memory of its own, a few times as fast, and as all names, shapes and
+dtypes are known beforehand, the header is written before data that do not exist yet.
 """
 
-import contextlib
 import json
 import math
 import pickle
 import struct
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megagate.errors import UserError, reason
@@ -27,8 +25,6 @@ SINGLE_FILES = ("model.safetensors", "pytorch_model.bin")
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Name in a safetensors header -> dtype; weights of others (quantised ones, integers) are not converted."""
-
-REOPEN_AFTER = 256 * 2**20
 
 
 @dataclass(frozen=True)
@@ -74,11 +70,10 @@ class WeightReader:
         self.directory = directory
         self.tensors: dict[str, StoredTensor] = {}
         self._file_of: dict[str, str] = {}
-        self._opened: tuple[str, contextlib.ExitStack, Any] | None = None
-        self._bytes_since_open = 0
+        self._opened: tuple[str, _Safetensors | _PickledTensors] | None = None
         files, index = _weight_files(directory)
         for file in files:
-            for name, tensor in self._list(file):
+            for name, tensor in self._open(file).tensors.items():
                 if name in self.tensors:
                     raise UserError(f"{directory} has {name} twice, in {self._file_of[name]} and in {file}")
                 self.tensors[name] = tensor
@@ -91,43 +86,77 @@ class WeightReader:
 
     def read(self, name: str, index: int | None = None) -> Tensor:
         """Return a tensor, or its slice `index` along the first axis; contiguous."""
-        file = self._open(self._file_of[name])
-        tensor = file.get_slice(name)[index] if index is not None else file.get_tensor(name)
-        self._bytes_since_open += tensor.nbytes
-        return tensor.contiguous()
+        return self._open(self._file_of[name]).read(name, index)
 
     def close(self) -> None:
         """Let go of the file that is open."""
         if self._opened is not None:
             self._opened[1].close()
-        self._opened, self._bytes_since_open = None, 0
+        self._opened = None
 
-    def _list(self, file: str) -> Iterator[tuple[str, StoredTensor]]:
-        opened = self._open(file)
-        for name in opened.keys():  # noqa: SIM118  # safe_open is no mapping
-            part = opened.get_slice(name)
-            yield name, StoredTensor(tuple(part.get_shape()), DTYPES.get(part.get_dtype()))
-
-    def _open(self, file: str) -> Any:
-        if self._opened is None or self._opened[0] != file or self._bytes_since_open > REOPEN_AFTER:
+    def _open(self, file: str) -> "_Safetensors | _PickledTensors":
+        if self._opened is None or self._opened[0] != file:
             self.close()
-            stack = contextlib.ExitStack()
             path = self.directory / file
             try:
-                opened = _PickledTensors(path) if file.endswith(".bin") else safe_open(path, framework="pt")
-                self._opened = file, stack, stack.enter_context(opened)
-            except (OSError, SafetensorError, RuntimeError, EOFError) as error:
+                self._opened = file, (_PickledTensors if file.endswith(".bin") else _Safetensors)(path)
+            except (OSError, RuntimeError, ValueError, EOFError) as error:
                 raise UserError(f"cannot read {path}: {reason(error)}") from error
             except pickle.UnpicklingError as error:
                 raise UserError(
                     f"{path} holds more than tensors and could run code when it is loaded, so it is not: save the "
                     "weights as safetensors where you trust them"
                 ) from error
-        return self._opened[2]
+        return self._opened[1]
+
+
+class _Safetensors:
+    """An open file.
+
+    Raises:
+        ValueError: its header does not describe it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = open(path, "rb", buffering=0)  # noqa: SIM115  # closed by close()
+        size = path.stat().st_size
+        (length,) = struct.unpack("<Q", self._file.read(8).ljust(8, b"\xff"))
+        if length > size - 8:
+            raise ValueError("it is no safetensors file, or is cut off")
+        header = json.loads(self._file.read(length))
+        header.pop("__metadata__", None)
+        self.tensors: dict[str, StoredTensor] = {}
+        self._start: dict[str, int] = {}
+        for name, entry in header.items():
+            start, end = entry["data_offsets"]
+            tensor = StoredTensor(tuple(entry["shape"]), DTYPES.get(entry["dtype"]))
+            if not 0 <= start <= end <= size - 8 - length or (tensor.dtype and end - start != tensor.nbytes):
+                raise ValueError(f"it is cut off, or its header does not fit {name}")
+            self.tensors[name] = tensor
+            self._start[name] = 8 + length + start
+
+    def read(self, name: str, index: int | None) -> Tensor:
+        stored = self.tensors[name]
+        tensor = torch.empty(stored.shape if index is None else stored.shape[1:], dtype=stored.dtype)
+        self._file.seek(self._start[name] + (index or 0) * tensor.nbytes)
+        view = memoryview(tensor.view(-1).view(torch.uint8).numpy())
+        while view:  # one call reads at most 2 GiB
+            count = self._file.readinto(view)
+            if not count:
+                raise UserError(f"{self._file.name} ends before {name} does")
+            view = view[count:]
+        return tensor
+
+    def close(self) -> None:
+        self._file.close()
 
 
 class _PickledTensors:
-    """A file of PyTorch's own format, with the part of `safe_open`'s interface that is used here."""
+    """A file of PyTorch's own format, mapped into memory.
+
+    Raises:
+        pickle.UnpicklingError: it holds more than tensors.
+    """
 
     def __init__(self, path: Path) -> None:
         try:
@@ -135,39 +164,21 @@ class _PickledTensors:
         except RuntimeError as error:
             if "mmap" not in str(error):
                 raise
-            content = torch.load(path, map_location="cpu", weights_only=True)  # of torch before 1.6
+            content = torch.load(path, map_location="cpu", weights_only=True)  # written before torch 1.6
         if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
-            raise UserError(f"{path} must hold a mapping of names to tensors")
-        self._tensors: dict[str, Tensor] = content
+            raise ValueError("it must hold a mapping of names to tensors")
+        self._content: dict[str, Tensor] = content
+        self.tensors = {
+            name: StoredTensor(tuple(tensor.shape), tensor.dtype if tensor.dtype in DTYPES.values() else None)
+            for name, tensor in content.items()
+        }
 
-    def __enter__(self) -> "_PickledTensors":
-        return self
+    def read(self, name: str, index: int | None) -> Tensor:
+        tensor = self._content[name].detach()
+        return (tensor if index is None else tensor[index]).contiguous()
 
-    def __exit__(self, *_: Any) -> None:
-        self._tensors = {}
-
-    def keys(self) -> Iterable[str]:
-        return self._tensors.keys()
-
-    def get_tensor(self, name: str) -> Tensor:
-        return self._tensors[name].detach()
-
-    def get_slice(self, name: str) -> "_PickledSlice":
-        return _PickledSlice(self._tensors[name].detach())
-
-
-@dataclass(frozen=True)
-class _PickledSlice:
-    tensor: Tensor
-
-    def get_shape(self) -> tuple[int, ...]:
-        return tuple(self.tensor.shape)
-
-    def get_dtype(self) -> str:
-        return next((name for name, dtype in DTYPES.items() if dtype == self.tensor.dtype), str(self.tensor.dtype))
-
-    def __getitem__(self, index: int) -> Tensor:
-        return self.tensor[index]
+    def close(self) -> None:
+        self._content = {}
 
 
 def _weight_files(directory: Path) -> tuple[list[str], dict[str, str]]:

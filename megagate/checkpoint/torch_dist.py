@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.utils import _create_file_view
+from torch.serialization import get_crc32_options, set_crc32_options
 
 from megagate.checkpoint.huggingface import StoredTensor
 from megagate.checkpoint.pickles import read_index
@@ -174,5 +175,10 @@ class TensorWriter:
 
     def _save(self, key: MetadataIndex, value: Any) -> None:
         start = self._file.tell()
-        torch.save(value, self._file)
+        checksums = get_crc32_options()
+        set_crc32_options(False)  # torch never looks at them, and they take as long as all else
+        try:
+            torch.save(value, self._file)
+        finally:
+            set_crc32_options(checksums)
         self._storage[key] = _StorageInfo(DATA_FILE, start, self._file.tell() - start)
