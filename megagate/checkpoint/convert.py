@@ -208,7 +208,7 @@ def _without_dropped(
 ) -> dict[str, StoredTensor]:
     """Return the tensors to convert; says which ones are left out, because the family or the user says so."""
     kept = dict(tensors)
-    reasons = {f"{prefix}*": why for prefix, why in getattr(family, "dropped", {}).items()}
+    reasons = {f"{prefix}*": why for prefix, why in family.dropped.items()}
     reasons |= dict.fromkeys(patterns, "--drop names them")
     for pattern, why in reasons.items():
         names = fnmatch.filter(kept, pattern)

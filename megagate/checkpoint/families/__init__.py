@@ -3,12 +3,27 @@
 import argparse
 from typing import Any
 
+from megagate.checkpoint.families.afmoe import Afmoe
 from megagate.checkpoint.families.base import Family
+from megagate.checkpoint.families.megagate import MegagateFamily
+from megagate.checkpoint.families.official import Official
 from megagate.checkpoint.families.qwen3 import Qwen3, Qwen3Moe
+from megagate.checkpoint.families.qwen3_next import Qwen3Next, Qwen35Moe
+from megagate.checkpoint.families.step import Step
 from megagate.errors import UserError, nearest
 
-FAMILIES: tuple[Family, ...] = (Qwen3(), Qwen3Moe())
-"""All of them; an export without a model to follow takes the first that can hold it."""
+FAMILIES: tuple[Family, ...] = (
+    Qwen3(),
+    Qwen3Moe(),
+    Qwen3Next(),
+    Qwen35Moe(),
+    MegagateFamily(),
+    Official(),
+    Step(),
+    Afmoe(),
+)
+"""All of them. An export without a model to follow takes the first that can hold it: one that transformers has, else
+our own, which comes with its code; other people's code is not ours to write."""
 
 
 def family_named(name: str) -> Family:

@@ -47,10 +47,15 @@ class Rule:
 class Family(Protocol):
     """A kind of Hugging Face model and its counterpart in Megatron."""
 
-    name: str
-    """As `--family` has it."""
-    dropped: Mapping[str, str]
-    """Beginnings of names of tensors that are left out on import -> what they are and why."""
+    @property
+    def name(self) -> str:
+        """As `--family` has it."""
+        ...
+
+    @property
+    def dropped(self) -> Mapping[str, str]:
+        """Beginnings of names of tensors that are left out on import -> what they are and why."""
+        ...
 
     def recognises(self, config: dict[str, Any]) -> bool:
         """Whether a config.json is of this family."""
