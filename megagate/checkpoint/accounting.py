@@ -29,7 +29,7 @@ def wanted(rules: Iterable[Rule], side: Side) -> Shapes:
         for weight in getattr(rule, side):
             taken: Any = slices.setdefault(weight.name, {}) if weight.index is not None else whole
             key = weight.name if weight.index is None else weight.index
-            if key in taken or (weight.name in slices and weight.name in whole):
+            if key in taken or weight.name in (slices if weight.index is None else whole):
                 raise ValueError(f"{weight} is in two rules")
             taken[key] = weight.shape
     for name, shapes in slices.items():

@@ -147,7 +147,8 @@ def write_sentencepiece(model: Path, target: Path) -> dict[str, int] | str:
     from sentencepiece import sentencepiece_model_pb2 as messages
 
     try:
-        from transformers import AutoTokenizer
+        from tokenizers import decoders, normalizers
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast
     except ImportError:
         return "transformers, which converts SentencePiece models, is not installed"
     try:
@@ -165,7 +166,7 @@ def write_sentencepiece(model: Path, target: Path) -> dict[str, int] | str:
     settings = {
         "tokenizer_class": "LlamaTokenizer",
         "legacy": False,
-        "add_prefix_space": description.normalizer_spec.add_dummy_prefix,
+        "add_prefix_space": False,
         "add_bos_token": False,
         "add_eos_token": False,
         "clean_up_tokenization_spaces": False,
@@ -176,12 +177,22 @@ def write_sentencepiece(model: Path, target: Path) -> dict[str, int] | str:
     try:
         shutil.copyfile(model, folder / "tokenizer.model")
         _write_json(folder / "tokenizer_config.json", settings)
-        AutoTokenizer.from_pretrained(folder).save_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        if description.normalizer_spec.add_dummy_prefix:  # transformers adds none before a space
+            backend = tokenizer.backend_tokenizer
+            blank = normalizers.Replace(" ", "\u2581")
+            backend.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), blank])
+            backend.decoder = decoders.Sequence([backend.decoder, decoders.Strip(" ", 1, 0)])
+            tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False, **tokens)
+        tokenizer.save_pretrained(folder)
         os.remove(folder / "tokenizer.model")
         converted = AutoTokenizer.from_pretrained(folder)
         for text in PROBES:
-            if converted.encode(text, add_special_tokens=False) != original.encode(text):
+            numbers = original.encode(text)
+            if converted.encode(text, add_special_tokens=False) != numbers:
                 return f"transformers would tokenize otherwise than {model.name} ({text!r})"
+            if converted.decode(numbers) != original.decode(numbers):
+                return f"transformers would put tokens together otherwise than {model.name} ({text!r})"
         _copy(folder, target, TOKENIZER_COMPANIONS)
     except Exception as error:  # whatever its converters raise for a model that they do not know
         return f"transformers cannot convert {model.name} ({reason(error)})"

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import io
 from dataclasses import dataclass
+from pathlib import Path
 
 from tests.model.training import GLOBAL_BATCH, SEQUENCE, Case
 
@@ -50,3 +51,14 @@ def _run(words: list[str]) -> str:
     except UserError as error:
         return f"error: {error}"
     return printed.getvalue()
+
+
+def verify_in_rank(hugging_face: Path, checkpoint: Path) -> str:
+    """Compare two models as `--verify` does, and return the line or the error."""
+    from megagate.checkpoint.verify import verify
+    from megagate.errors import UserError
+
+    try:
+        return verify(hugging_face, checkpoint)
+    except UserError as error:
+        return str(error)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megagate.checkpoint.families import FAMILIES
 from tests.checkpoint.conftest import Trained
-from tests.checkpoint.conversion import Imported, convert
+from tests.checkpoint.conversion import Imported, convert, verify_in_rank
 from tests.checkpoint.families.conversion import error_of, logits_in_rank
 from tests.checkpoint.families.test_families import EP2, MODELS, PP2, TOLERANCE, TP2, TP4, expected_logits, reference
 from tests.distributed import run_distributed
@@ -82,6 +82,10 @@ def assert_same(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
         assert torch.equal(tensor, second[name]), name
 
 
+def assert_verified(output: str) -> None:
+    assert "logits of" in output and not output.startswith("error"), output
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_there_and_back(name: str, hugging_face: HuggingFace, imported: HuggingFace, tmp_path: Path) -> None:
     back, again = tmp_path / "back", tmp_path / "again"
@@ -98,7 +102,12 @@ def test_there_and_back(name: str, hugging_face: HuggingFace, imported: HuggingF
 def test_transformers_computes_the_same(name: str, hugging_face: HuggingFace, tmp_path: Path) -> None:
     checkpoint = tmp_path / "ckpt"
     (output,) = run(f"import --hf {hugging_face(name)} --out {checkpoint} --verify")
-    assert "logits of" in output and "error" not in output, output
+    assert_verified(output)
+
+
+def test_verify_finds_a_difference(copy: Path, imported: HuggingFace, tmp_path: Path) -> None:
+    change_weights(lambda tensors: tensors[NAME.replace("q_proj", "v_proj")].mul_(1.01))(copy)
+    assert "do not compute the same" in run_distributed(verify_in_rank, 1, copy, imported("qwen3"))[0]
 
 
 @pytest.mark.parametrize(
@@ -136,7 +145,8 @@ def test_trained_on_a_layout(flags: str, family: str, trained: Trained, tmp_path
         f"export --ckpt {again} --out {tmp_path / 'third'}",
         f"inspect --diff {out} {tmp_path / 'third'}",
     )
-    assert f"{family}, " in output and "logits of" in output, output
+    assert f"{family}, " in output, output
+    assert_verified(output)
     assert weights(out)["model.embed_tokens.weight"].shape[0] == 127
     assert "bit for bit" in difference
 
@@ -151,7 +161,7 @@ def test_files_of_a_size(hugging_face: HuggingFace, imported: HuggingFace, tmp_p
     for name, tensor in reference("qwen3_moe").state_dict().items():
         assert torch.equal(model.state_dict()[name], tensor)
     (output,) = run(f"import --hf {out} --out {tmp_path / 'ckpt'} --verify")
-    assert "logits of" in output
+    assert_verified(output)
 
 
 def test_pytorchs_own_format(copy: Path, imported: HuggingFace, tmp_path: Path) -> None:
