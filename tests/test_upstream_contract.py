@@ -11,6 +11,7 @@ import inspect
 import re
 from collections.abc import Callable
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import megatron.core.datasets.utils
@@ -57,6 +58,7 @@ from megagate.checkpoint import torch_adam
 from megagate.checkpoint.fit import CONTEXT_ARGUMENTS, MODEL_ARGUMENTS
 from megagate.checkpoint.names import NORM_NAMES
 from megagate.checkpoint.pickles import INDEX_CLASSES
+from megagate.checkpoint.torch_dist import TensorWriter
 from megagate.model.backends import functions, torch_backend
 from megagate.model.router import GLOBAL_LOSS
 from megagate.platform import cpu
@@ -282,6 +284,21 @@ def test_checkpoint_torch_adam(name: str) -> None:
     """megagate/checkpoint/torch_adam.py wraps these methods."""
     owner, _ = torch_adam.MENDS[name]
     assert callable(vars(owner)[name])
+
+
+def test_checkpoint_torch_dist(tmp_path: Path) -> None:
+    """megagate/checkpoint/torch_dist.py writes torch's format and leaves the checksums out, which torch never reads."""
+    from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
+
+    assert CURRENT_DCP_VERSION == "1.0.0"
+    writer = TensorWriter(tmp_path)
+    writer.write("stacked", torch.ones(2, 3), 1, 2)
+    writer.write("stacked", torch.zeros(2, 3), 0, 2)
+    writer.close()
+    state = {"stacked": torch.full((2, 2, 3), 5.0)}
+    torch.distributed.checkpoint.load(state, checkpoint_id=tmp_path, no_dist=True)
+    assert state["stacked"].tolist() == [[[0.0] * 3] * 2, [[1.0] * 3] * 2]
+    assert "ShardedObject(" in source(load_common_state_dict) and '"common_state"' in source(load_common_state_dict)
 
 
 def test_checkpoint_names_and_warm_start() -> None:

@@ -10,13 +10,27 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 from torch import Tensor
 
 from megagate.checkpoint.families import FAMILIES
 from tests.checkpoint.conftest import Trained
-from tests.checkpoint.conversion import Imported, convert, verify_in_rank
+from tests.checkpoint.conversion import RUN, Imported, convert, verify_in_rank
 from tests.checkpoint.families.conversion import error_of, logits_in_rank
-from tests.checkpoint.families.test_families import EP2, MODELS, PP2, TOLERANCE, TP2, TP4, expected_logits, reference
+from tests.checkpoint.families.test_families import (
+    EP2,
+    MODELS,
+    PP2,
+    SIZES,
+    TOLERANCE,
+    TP2,
+    TP4,
+    expected_logits,
+    reference,
+)
+from tests.checkpoint.training import train_in_rank
 from tests.distributed import run_distributed
 from tests.model.test_layouts import Layout
 
@@ -186,6 +200,33 @@ def test_another_data_type(imported: HuggingFace, hugging_face: HuggingFace, tmp
     assert_same(rounded, weights(tmp_path / "out"))
     (output,) = run(f"import --hf {tmp_path / 'out'} --out {tmp_path / 'ckpt'}")
     assert "bf16: true" in (tmp_path / "ckpt" / "recipe.yaml").read_text()
+
+
+def test_import_train_export_generate(tmp_path: Path) -> None:
+    """A model with a tokenizer and more rows than that has tokens."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    words = {word: number for number, word in enumerate(("<unk>", "<eos>", "attention", "is", "all", "you", "need"))}
+    backend = Tokenizer(WordLevel(words, unk_token="<unk>"))
+    backend.pre_tokenizer = Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", unk_token="<unk>")
+    source, checkpoint, trained_on, out = (tmp_path / name for name in ("source", "ckpt", "trained", "out"))
+    model = Qwen3ForCausalLM(Qwen3Config(**{**SIZES, "vocab_size": 30, "eos_token_id": 1}))
+    model.save_pretrained(source)
+    tokenizer.save_pretrained(source)
+    (output,) = run(f"import --hf {source} --out {checkpoint} --verify")
+    assert_verified(output)
+    layout = f"--tensor-model-parallel-size 2 --save {trained_on} --save-interval 1 --eval-iters 0 --eval-interval 10"
+    flags = f"--recipe {checkpoint}/recipe.yaml --load {checkpoint} --finetune {RUN} {layout} --num-workers 0"
+    run_distributed(train_in_rank, 2, flags.split(), timeout=100)
+    (output,) = run(f"export --ckpt {trained_on} --out {out} --verify --verify-text attention")
+    assert_verified(output)
+    exported = AutoModelForCausalLM.from_pretrained(out)
+    assert exported.config.vocab_size == 30 and exported.config.eos_token_id == 1
+    assert not torch.equal(exported.model.embed_tokens.weight, model.model.embed_tokens.weight)
+    tokens = AutoTokenizer.from_pretrained(out)("attention is", return_tensors="pt")
+    assert tokens["input_ids"].tolist() == [[2, 3]]
+    assert exported.generate(**tokens, max_new_tokens=3, min_new_tokens=3).shape == (1, 5)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

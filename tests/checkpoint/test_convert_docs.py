@@ -24,8 +24,8 @@ def table() -> list[str]:
     """Return the lines of the table."""
     lines = ["| `--family` | models | import and export | logits compared on |", "|---|---|---|---|"]
     for family in FAMILIES:
-        layouts = [str(layout) for model in MODELS.values() if model.family.name == family.name for layout in model.layouts]
-        tested = [name for name, model in MODELS.items() if model.family.name == family.name]
+        tested = [model for model in MODELS.values() if model.family.name == family.name]
+        layouts = [str(layout) for model in tested for layout in model.layouts]
         if family.name == "megagate":
             converts, compared = "yes", "one process"
         else:
