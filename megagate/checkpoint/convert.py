@@ -169,8 +169,7 @@ def export_checkpoint(
     args = checkpoint_arguments(checkpoint)
     if getattr(args, "hybrid_layer_pattern", None) is None:
         raise UserError(f"{checkpoint} does not hold a hybrid model: it was not written by megagate.pretrain")
-    if source is None and (checkpoint_directory / SOURCE / CONFIG).is_file():
-        source = checkpoint_directory / SOURCE
+    source = source or _kept_source(checkpoint_directory, args)
     family, config = _family_for(args, read_json(source / CONFIG) if source else {}, family_name)
     rules = list(family.rules(args, config))
     reader = torch_dist.TensorReader(checkpoint)
@@ -248,6 +247,12 @@ def _with_rows(tensor: Tensor, count: int) -> Tensor:
     if tensor.shape[0] == count:
         return tensor
     return torch.cat([tensor, tensor.new_zeros(count - tensor.shape[0], *tensor.shape[1:])])
+
+
+def _kept_source(checkpoint_directory: Path, args: argparse.Namespace) -> Path | None:
+    """Return what an import has kept of its source, beside the checkpoint or where the run had its tokenizer."""
+    places = [checkpoint_directory / SOURCE, *([Path(args.tokenizer_model)] if args.tokenizer_model else [])]
+    return next((place for place in places if (place / CONFIG).is_file()), None)
 
 
 def _family_for(

@@ -211,7 +211,9 @@ def test_import_train_export_generate(tmp_path: Path) -> None:
     backend.pre_tokenizer = Whitespace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", unk_token="<unk>")
     source, checkpoint, trained_on, out = (tmp_path / name for name in ("source", "ckpt", "trained", "out"))
-    model = Qwen3ForCausalLM(Qwen3Config(**{**SIZES, "vocab_size": 30, "eos_token_id": 1}))
+    rope = {"rope_type": "default", "rope_theta": 1000.0}  # configurations change the one in SIZES
+    changes = {"vocab_size": 30, "eos_token_id": 1, "rope_parameters": rope}
+    model = Qwen3ForCausalLM(Qwen3Config(**{**SIZES, **changes}))
     model.save_pretrained(source)
     tokenizer.save_pretrained(source)
     (output,) = run(f"import --hf {source} --out {checkpoint} --verify")
