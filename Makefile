@@ -46,6 +46,7 @@ lint: $(STAMP)  ## style, formatting and types
 
 bench: $(STAMP)  ## the benchmarks
 	@$(PYTHON) benchmarks/run.py
+	@$(PYTHON) benchmarks/convert.py
 
 clean:  ## remove caches and build products; keeps .venv and runs/
 	@rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -315,7 +315,7 @@ def _run(options: argparse.Namespace) -> int:
         summary = import_checkpoint(
             options.hf, options.out, family_name=options.family, drop=options.drop, overwrite=options.overwrite
         )
-        hf, checkpoint, step = options.hf, options.out, None
+        hf, checkpoint, step, run_code = options.hf, options.out, None, options.trust_remote_code
     else:
         dtype = DTYPES[options.dtype] if options.dtype else None
         summary = export_checkpoint(
@@ -332,9 +332,10 @@ def _run(options: argparse.Namespace) -> int:
         if dtype is not None:
             print(f"the weights are written as {options.dtype}, whatever they were trained in", file=sys.stderr)
         hf, checkpoint, step = options.out, options.ckpt, options.ckpt_step
+        run_code = options.trust_remote_code or hasattr(family_named(summary.family), "files")  # ours, just written
     print(f"{options.out}: {summary.family}, {summary}", flush=True)
     if options.verify:
         from megagate.checkpoint.verify import verify
 
-        print(verify(hf, checkpoint, step, options.verify_text, options.trust_remote_code), flush=True)
+        print(verify(hf, checkpoint, step, options.verify_text, run_code), flush=True)
     return 0

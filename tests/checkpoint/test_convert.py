@@ -154,7 +154,7 @@ def test_trained_on_a_layout(flags: str, family: str, trained: Trained, tmp_path
     run_directory = trained(2, f"{flags} --tensor-model-parallel-size 2 --sequence-parallel".split())
     out, again = tmp_path / "out", tmp_path / "again"
     output, *_, difference = run(
-        f"export --ckpt {run_directory} --out {out} --verify --trust-remote-code",
+        f"export --ckpt {run_directory} --out {out} --verify",
         f"import --hf {out} --out {again}",
         f"export --ckpt {again} --out {tmp_path / 'third'}",
         f"inspect --diff {out} {tmp_path / 'third'}",
