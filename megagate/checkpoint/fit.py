@@ -31,6 +31,7 @@ MODEL_ARGUMENTS = (
     "num_experts",
     "moe_ffn_hidden_size",
     "moe_shared_expert_intermediate_size",
+    "moe_shared_expert_gate",
     "moe_router_topk",
     "moe_router_pre_softmax",
     "moe_router_score_function",
