@@ -11,8 +11,9 @@ import argparse
 import fnmatch
 import sys
 import time
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,36 @@ class Progress:
             print(line, file=sys.stderr, flush=True)
 
 
+class Writing:
+    """Writes in a thread, while the next tensors are read; few wait, so that memory holds few.
+
+    Leaving the context waits for what is still to be written, and raises what went wrong.
+    """
+
+    WAITING = 2
+
+    def __init__(self, write: Callable[..., None], progress: Progress) -> None:
+        self._write, self._progress = write, progress
+        self._thread = ThreadPoolExecutor(max_workers=1)
+        self._waiting: deque[Future[None]] = deque()
+
+    def __call__(self, name: str, tensor: Tensor, *place: Any) -> None:
+        """Write a tensor in its turn."""
+        self._waiting.append(self._thread.submit(self._write, name, tensor, *place))
+        self._progress.add(tensor.nbytes)
+        if len(self._waiting) > self.WAITING:
+            self._waiting.popleft().result()
+
+    def __enter__(self) -> "Writing":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        self._thread.shutdown(cancel_futures=kind is not None)
+        if kind is None:
+            for written in self._waiting:
+                written.result()
+
+
 def import_checkpoint(
     source: Path,
     out: Path,
@@ -114,13 +145,13 @@ def import_checkpoint(
         checkpoint.mkdir()
         writer = torch_dist.TensorWriter(checkpoint)
         progress = Progress(sum(tensor.nbytes for tensor in made.values()))
-        for rule in rules:
-            outputs = rule.to_megatron([reader.read(weight.name, weight.index) for weight in rule.hf])
-            for weight, tensor in zip(rule.megatron, outputs, strict=True):
-                if weight.name in VOCABULARY_ROWS:
-                    tensor = _with_rows(tensor, args.padded_vocab_size)
-                writer.write(weight.name, tensor, weight.index, made[weight.name].shape[0] if tensor.dim() else 0)
-                progress.add(tensor.nbytes)
+        with Writing(writer.write, progress) as write:
+            for rule in rules:
+                outputs = rule.to_megatron([reader.read(weight.name, weight.index) for weight in rule.hf])
+                for weight, tensor in zip(rule.megatron, outputs, strict=True):
+                    if weight.name in VOCABULARY_ROWS:
+                        tensor = _with_rows(tensor, args.padded_vocab_size)
+                    write(weight.name, tensor, weight.index, made[weight.name].shape[0] if tensor.dim() else 0)
         reader.close()
         for key in state.objects:
             writer.write_object(key, None)
@@ -183,16 +214,15 @@ def export_checkpoint(
     with complete_or_nothing(out, (CONFIG,), overwrite) as staging:
         writer = WeightWriter(staging, made, max_shard_size)
         progress = Progress(sum(tensor.nbytes for tensor in made.values()))
-        for rule in rules:
-            tensors = [reader.read(weight.name, weight.index) for weight in rule.megatron]
-            tensors = [
-                tensor[: weight.shape[0]] if weight.name in VOCABULARY_ROWS else tensor
-                for weight, tensor in zip(rule.megatron, tensors, strict=True)
-            ]
-            for weight, tensor in zip(rule.hf, rule.to_hf(tensors), strict=True):
-                tensor = tensor.to(made[weight.name].dtype)
-                writer.write(weight.name, tensor, weight.index)
-                progress.add(tensor.nbytes)
+        with Writing(writer.write, progress) as write:
+            for rule in rules:
+                tensors = [reader.read(weight.name, weight.index) for weight in rule.megatron]
+                tensors = [
+                    tensor[: weight.shape[0]] if weight.name in VOCABULARY_ROWS else tensor
+                    for weight, tensor in zip(rule.megatron, tensors, strict=True)
+                ]
+                for weight, tensor in zip(rule.hf, rule.to_hf(tensors), strict=True):
+                    write(weight.name, tensor.to(made[weight.name].dtype), weight.index)
         reader.close()
         writer.close()
         write_side_files(staging, config, _usual_dtype(made), args, source, tokenizer)
