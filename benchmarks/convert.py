@@ -4,7 +4,8 @@
 
 A synthetic Qwen3-MoE in bf16 is imported and exported, each in a process of its own, whose peak resident memory is
 given above that of a process that only imports the same modules. What counts is the time in which tensors are read,
-converted and written; the start of Python, torch and Megatron is given as well. Files are in the page cache for all.
+converted and written; the start of Python, torch and Megatron is given as well. Sources are in the page cache. Two
+rates are given: until all is written, part of it to the page cache, and until all is on the disk.
 """
 
 import argparse
@@ -101,6 +102,13 @@ def copied(source: Path, target: Path) -> float:
     return time.monotonic() - started
 
 
+def synced() -> float:
+    """Return the seconds until all that has been written is on the disk."""
+    started = time.monotonic()
+    os.sync()
+    return time.monotonic() - started
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -115,21 +123,26 @@ def main() -> None:
         for _ in range(options.rounds):
             for target in ("copy", "ckpt", "back"):
                 shutil.rmtree(folder / target, ignore_errors=True)
-            os.sync()  # so that no one's pages are written back in another's time
+            synced()
             seconds = copied(folder / "hf", folder / "copy")
-            os.sync()
-            first = measured("import", str(folder / "hf"), str(folder / "ckpt"))
-            os.sync()
-            second = measured("export", str(folder / "ckpt"), str(folder / "back"))
-            rate = first["bytes"] / seconds
-            print(f"cp -r   {first['bytes'] / 1e9:.2f} GB  {rate / 1e6:6.0f} MB/s")
-            for label, result in (("import", first), ("export", second)):
-                own = result["bytes"] / result["seconds"]
-                print(
-                    f"{label}  {result['bytes'] / 1e9:.2f} GB  {own / 1e6:6.0f} MB/s, {own / rate:.2f} of cp, "
-                    f"{result['all']:.0f} s in all, peak {(result['peak'] - nothing['peak']) / 2**20:.0f} MiB above "
-                    f"{nothing['peak'] / 2**20:.0f} MiB"
-                )
+            times = {"cp -r": (seconds, seconds + synced())}
+            results = {}
+            for label, source, target in (("import", "hf", "ckpt"), ("export", "ckpt", "back")):
+                results[label] = measured(label, str(folder / source), str(folder / target))
+                seconds = results[label]["seconds"]
+                times[label] = (seconds, seconds + synced())
+            size = results["import"]["bytes"]
+            for label, (written, durable) in times.items():
+                rates = f"{size / 1e6 / written:6.0f} MB/s, {size / 1e6 / durable:6.0f} to the disk"
+                line = f"{label:8}{size / 1e9:.2f} GB  {rates}"
+                if label in results:
+                    result, copy = results[label], times["cp -r"]
+                    line += (
+                        f", {copy[0] / written:.2f} and {copy[1] / durable:.2f} of cp, {result['all']:.0f} s in all, "
+                        f"peak {(result['peak'] - nothing['peak']) / 2**20:.0f} MiB above "
+                        f"{nothing['peak'] / 2**20:.0f} MiB"
+                    )
+                print(line, flush=True)
 
 
 if __name__ == "__main__":

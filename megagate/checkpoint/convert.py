@@ -80,6 +80,7 @@ class Progress:
 class Writing:
     """Writes in a thread, while the next tensors are read; few wait, so that memory holds few.
 
+    Meanwhile torch's operators have one thread: copying gains nothing from more, which only wait for each other.
     Leaving the context waits for what is still to be written, and raises what went wrong.
     """
 
@@ -98,10 +99,13 @@ class Writing:
             self._waiting.popleft().result()
 
     def __enter__(self) -> "Writing":
+        self._threads = torch.get_num_threads()
+        torch.set_num_threads(1)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
         self._thread.shutdown(cancel_futures=kind is not None)
+        torch.set_num_threads(self._threads)
         if kind is None:
             for written in self._waiting:
                 written.result()
