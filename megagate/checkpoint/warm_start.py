@@ -30,7 +30,7 @@ from torch import Tensor
 from megagate.checkpoint.load import TRACKER, checkpoint_arguments, choose_checkpoint, find_complete
 from megagate.errors import UserError
 from megagate.gate.config import GateInput, describe, gate_config_from_args
-from megagate.gate.layout import QKVLayout
+from megagate.gate.layout import QKVLayout, layout_from_args
 from megagate.model.pattern import ATTENTION
 
 LINEAR_QKV = re.compile(r"\.self_attention\.linear_qkv\.(weight|bias)$")
@@ -109,14 +109,9 @@ def prepare(args: argparse.Namespace) -> None:
     """
     _planned.clear()
     if args.warm_start_from is not None:
-        layout = _layout_of(args)
+        layout = layout_from_args(args)
         _planned[Path(args.warm_start_from)] = layout
         _announce(args, layout)
-
-
-def _layout_of(args: argparse.Namespace) -> QKVLayout:
-    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
-    return QKVLayout(args.num_attention_heads, groups, args.kv_channels, gate_config_from_args(args))
 
 
 def _announce(args: argparse.Namespace, layout: QKVLayout) -> None:

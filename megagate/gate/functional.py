@@ -30,7 +30,7 @@ def activate(logits: Tensor, config: GateConfig) -> Tensor:
 
     bf16 and fp16 logits are activated, and the scores returned, in fp32; fp32 and fp64 keep their dtype.
     """
-    logits = _at_least_fp32(logits)
+    logits = at_least_fp32(logits)
     match config.activation:
         case GateActivation.SIGMOID:
             return torch.sigmoid(logits)
@@ -76,7 +76,7 @@ def per_head_rms_norm(y: Tensor, weight: Tensor, eps: float) -> Tensor:
     Returns:
         [..., heads, d] in the dtype of `y`; bf16 and fp16 are normalised in fp32.
     """
-    wide = _at_least_fp32(y)
+    wide = at_least_fp32(y)
     normed = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
     return (normed * weight).to(y.dtype)
 
@@ -117,7 +117,7 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) ->
     heads_per_group = query.shape[2] // key.shape[2]
     key = key.repeat_interleave(heads_per_group, dim=2)  # [s, b, q, d]
     value = value.repeat_interleave(heads_per_group, dim=2)
-    logits = _at_least_fp32(torch.einsum("ibhd,jbhd->bhij", query, key) * scale)
+    logits = at_least_fp32(torch.einsum("ibhd,jbhd->bhij", query, key) * scale)
     length = query.shape[0]
     future = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(diagonal=1)
     probabilities = logits.masked_fill(future, float("-inf")).softmax(dim=-1).to(value.dtype)
@@ -225,5 +225,6 @@ def reference_attention(
     return output
 
 
-def _at_least_fp32(x: Tensor) -> Tensor:
+def at_least_fp32(x: Tensor) -> Tensor:
+    """Return bf16 and fp16 as fp32, and fp32 and fp64 as they are."""
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x

@@ -14,6 +14,7 @@ t = d for elementwise gates and 1 for headwise ones. Head index = group * r + po
 A tensor-parallel rank holds g' <= g groups; the functions here read g' from the tensor.
 """
 
+import argparse
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 
 from megagate.errors import UserError
-from megagate.gate.config import GateConfig, GateGranularity
+from megagate.gate.config import GateConfig, GateGranularity, gate_config_from_args
 
 
 class QKVActivations(NamedTuple):
@@ -179,3 +180,14 @@ class QKVLayout:
         if rows == 0 or rows % self.rows_per_group:
             raise ValueError(f"{rows} rows are not a whole number of KV group blocks of {self.rows_per_group} rows")
         return tensor.unflatten(dim, (rows // self.rows_per_group, self.rows_per_group))
+
+
+def query_groups(args: argparse.Namespace) -> int:
+    """Return g of the model that Megatron's arguments describe."""
+    return args.num_query_groups if args.group_query_attention else args.num_attention_heads
+
+
+def layout_from_args(args: argparse.Namespace) -> QKVLayout:
+    """Return the layout of the model that Megatron's and the gate's arguments describe."""
+    channels = args.kv_channels or args.hidden_size // args.num_attention_heads
+    return QKVLayout(args.num_attention_heads, query_groups(args), channels, gate_config_from_args(args))

@@ -32,7 +32,7 @@ from megatron.core.utils import get_pg_rank
 from torch import Tensor, nn
 
 from megagate.gate.config import GateConfig, GateInput, GatePosition, GateSharing, SdpaOutputActivation
-from megagate.gate.functional import activate, apply_gate, per_head_rms_norm
+from megagate.gate.functional import activate, apply_gate, at_least_fp32, per_head_rms_norm
 from megagate.gate.layout import QKVLayout
 from megagate.model.recompute import Rebuilt
 
@@ -89,12 +89,15 @@ class GatedSelfAttention(SelfAttention):
     @torch.no_grad()
     def reset_padding(self) -> None:
         """Set the padding rows of linear_qkv to zero; they then stay zero, since their gradient is zero."""
-        rows = self.linear_qkv.weight.shape[0]
-        start = get_pg_rank(self.pg_collection.tp) * rows
-        padding = self.layout.padding_row_mask()[start : start + rows].to(self.linear_qkv.weight.device)
+        padding = self.local_rows(self.layout.padding_row_mask()).to(self.linear_qkv.weight.device)
         for parameter in (self.linear_qkv.weight, self.linear_qkv.bias):
             if parameter is not None:
                 parameter[padding] = 0
+
+    def local_rows(self, mask: Tensor) -> Tensor:
+        """Return the part of a mask [total rows of linear_qkv] that is about this rank's rows."""
+        rows = self.linear_qkv.weight.shape[0]
+        return mask.narrow(0, get_pg_rank(self.pg_collection.tp) * rows, rows)
 
     def sharded_state_dict(
         self,
@@ -205,7 +208,7 @@ class GatedSelfAttention(SelfAttention):
 
     def _normed(self, heads: Tensor, weight: Tensor) -> Tensor:
         if self.config.layernorm_zero_centered_gamma:
-            weight = weight.to(torch.promote_types(weight.dtype, torch.float32)) + 1
+            weight = at_least_fp32(weight) + 1
         return per_head_rms_norm(heads, weight, self.config.layernorm_epsilon)
 
     def gated(self, y: Tensor, logits: Tensor) -> Tensor:

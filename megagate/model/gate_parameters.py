@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator
 
 import torch
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.utils import get_pg_rank
 from torch import Tensor, nn
 
 from megagate.model.attention import GatedSelfAttention
@@ -31,9 +30,7 @@ def gate_elements(chunks: Iterable[nn.Module]) -> Iterator[GateElements]:
 
 def _elements_of(attention: GatedSelfAttention) -> Iterator[GateElements]:
     if attention.layout.gate_rows:
-        rows = attention.linear_qkv.weight.shape[0]
-        start = get_pg_rank(attention.pg_collection.tp) * rows
-        runs = list(_runs(attention.layout.gate_row_mask()[start : start + rows]))
+        runs = list(_runs(attention.local_rows(attention.layout.gate_row_mask())))
         for parameter in (attention.linear_qkv.weight, attention.linear_qkv.bias):
             if parameter is not None:
                 width = parameter[0].numel()

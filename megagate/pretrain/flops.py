@@ -11,6 +11,7 @@ from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols, get_hyb
 from megatron.training import training
 
 from megagate.gate.config import GatePosition, gate_config_from_args
+from megagate.gate.layout import query_groups
 
 _original = training.num_floating_point_operations
 
@@ -28,8 +29,7 @@ def gate_floating_point_operations(args: argparse.Namespace, tokens: float) -> f
     gate = gate_config_from_args(args)
     if not gate.is_fused and gate.position != GatePosition.OUTPUT:
         return 0
-    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
-    weights = gate.added_parameters(args.hidden_size, args.num_attention_heads, groups, args.kv_channels)
+    weights = gate.added_parameters(args.hidden_size, args.num_attention_heads, query_groups(args), args.kv_channels)
     layers = get_hybrid_layer_counts(args.hybrid_layer_pattern)[Symbols.ATTENTION]
     return 3 * 2 * tokens * weights * layers
 

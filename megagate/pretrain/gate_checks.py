@@ -14,6 +14,7 @@ from megagate.gate.config import (
     GatePosition,
     describe,
 )
+from megagate.gate.layout import query_groups
 from megagate.model.pattern import ATTENTION
 
 EMERGING = ("muon", "dist_muon", "adaptive_muon", "lion", "soap")
@@ -169,8 +170,7 @@ def _check_optimizer(args: argparse.Namespace) -> None:
 
 
 def _check_muon(args: argparse.Namespace, gate: GateConfig) -> None:
-    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
-    tensor = args.tensor_model_parallel_size
+    groups, tensor = query_groups(args), args.tensor_model_parallel_size
     if args.optimizer in ("muon", "dist_muon") and args.muon_split_qkv and groups % tensor:
         raise UserError(
             f"--optimizer {args.optimizer} cannot treat queries, keys and values as matrices of their own where "

@@ -10,7 +10,7 @@ import math
 from megatron.core.ssm.gated_delta_net import HAVE_FLA
 
 from megagate.errors import UserError
-from megagate.gate import QKVLayout, gate_config_from_args
+from megagate.gate.layout import layout_from_args, query_groups
 from megagate.model.pattern import BOUNDARY, DELTA_NET
 from megagate.platform import on_cpu
 
@@ -63,7 +63,7 @@ def _check_world(args: argparse.Namespace) -> None:
 
 def _check_attention(args: argparse.Namespace) -> None:
     heads, tensor = args.num_attention_heads, args.tensor_model_parallel_size
-    groups = args.num_query_groups if args.group_query_attention else heads
+    groups = query_groups(args)
     if tensor > heads:
         raise UserError(
             f"--tensor-model-parallel-size {tensor} is larger than --num-attention-heads {heads}: a rank needs a head"
@@ -79,12 +79,11 @@ def _check_attention(args: argparse.Namespace) -> None:
         _require_divisible(args.ffn_hidden_size, "--ffn-hidden-size", tensor, "--tensor-model-parallel-size")
     if args.kv_channels is None:
         _require_divisible(args.hidden_size, "--hidden-size", heads, "--num-attention-heads")
-    kv_channels = args.kv_channels or args.hidden_size // heads
-    gate = gate_config_from_args(args)
-    rows = QKVLayout(heads, groups, kv_channels, gate).total_rows
+    layout = layout_from_args(args)
+    rows = layout.total_rows
     if rows % tensor:
         change = "--kv-channels"
-        if gate.is_padded:
+        if layout.gate.is_padded:
             change = f"--gate-row-alignment to a multiple of {tensor // math.gcd(groups, tensor)}"
         raise UserError(
             f"linear_qkv has {rows} rows, the gate's included, which --tensor-model-parallel-size {tensor} does not "

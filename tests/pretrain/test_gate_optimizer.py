@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megagate.gate import PRESETS, GateInput, QKVLayout
 from tests.distributed import run_distributed
-from tests.model.training import Case, RankResult, Result, assemble, build, worst_error
+from tests.model.training import Case, Result, assemble, build, train, worst_error
 
 MODEL = (
     "--num-layers 2 --num-query-groups 2 --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 24 "
@@ -41,14 +41,6 @@ def gate_mask(preset: str, key: str, value: Tensor) -> Tensor:
 # In the ranks
 
 
-def train(case: Case) -> RankResult:
-    from megagate.pretrain import gate_optimizer
-    from tests.model.training import train as train_case
-
-    gate_optimizer.apply()
-    return train_case(case)
-
-
 @dataclass
 class Steps:
     """What one process saw of the fp32 parameters that its optimizer updates."""
@@ -63,10 +55,6 @@ def train_and_watch(case: Case) -> Steps:
 
     from megatron.training import training
 
-    from megagate.pretrain import gate_optimizer
-    from tests.model.training import train as train_case
-
-    gate_optimizer.apply()
     named: dict[str, torch.nn.Parameter] = {}
     gradients: list[dict[str, Tensor]] = []
     seen: list[dict[str, Tensor]] = []
@@ -89,15 +77,12 @@ def train_and_watch(case: Case) -> Steps:
 
     original = training.train_step
     with mock.patch.object(training, "train_step", watch):
-        train_case(case)
+        train(case)
     return Steps(seen[0], gradients, seen[-1])
 
 
 def optimizer_facts(flags: str) -> dict[str, object]:
     """Return which gate parameters decay by Megatron's rule, and how many hooks the inner optimizers have."""
-    from megagate.pretrain import gate_optimizer
-
-    gate_optimizer.apply()
     model, optimizer, _ = build(Case(flags=flags))
     names = {id(parameter): name for chunk in model for name, parameter in chunk.named_parameters()}
     parts = optimizer.chained_optimizers

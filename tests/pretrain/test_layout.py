@@ -38,6 +38,15 @@ MOE = [*MODEL, *EXPERTS, *RUN]
             ],
             r"linear_qkv has 140 rows, .* 8 does not divide: change --gate-row-alignment to a multiple of 2",
         ),
+        (
+            4,
+            [
+                *DENSE,
+                *"--num-query-groups 1 --num-attention-heads 4 --kv-channels 2 --gate-preset key-elementwise".split(),
+                *"--tensor-model-parallel-size 4".split(),
+            ],
+            r"linear_qkv has 14 rows, .* 4 does not divide: change --kv-channels",
+        ),
         (3, [*MOE, "--expert-model-parallel-size", "3"], r"--num-experts is 4, which .* 3 does not divide"),
         (1, [flag for flag in MOE if flag != "--disable-bias-linear"], r"add --disable-bias-linear"),
         (1, [*MOE, "--moe-router-topk", "5"], r"--moe-router-topk 5 is larger than --num-experts 4"),

@@ -7,8 +7,7 @@ from torch import Tensor
 
 from megagate.gate import PRESETS, QKVLayout
 from tests.distributed import run_distributed
-from tests.model.training import Case, Piece, RankResult, assemble, join
-from tests.pretrain.test_gate_optimizer import train
+from tests.model.training import Case, Piece, RankResult, assemble, join, train
 
 LR, DECAY = 1e-2, 0.1  # those of tests.model.training
 FLAGS = (

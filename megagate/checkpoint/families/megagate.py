@@ -20,6 +20,7 @@ from megagate.checkpoint.families import megagate_rules as rules_of
 from megagate.checkpoint.families.base import Rule
 from megagate.errors import UserError
 from megagate.gate.config import gate_config_from_args
+from megagate.gate.layout import query_groups
 from megagate.model.pattern import ATTENTION, BOUNDARY, DELTA_NET, DENSE, EXPERTS
 
 MODEL_TYPE = "megagate"
@@ -158,7 +159,7 @@ class MegagateFamily:
             "tie_word_embeddings": not args.untie_embeddings_and_output_weights,
             "hybrid_layer_pattern": layers,
             "gate": {axis: str(value) if isinstance(value, StrEnum) else value for axis, value in gate},
-            "num_key_value_heads": args.num_query_groups if args.group_query_attention else args.num_attention_heads,
+            "num_key_value_heads": query_groups(args),
             "hidden_act": activation,
             "gated_mlp": activation in GATED_ACTIVATIONS,
             **_positions(args, layers),

@@ -9,9 +9,10 @@ import argparse
 from typing import Any
 
 from megagate.checkpoint.families.qwen3 import Qwen3, check_no_delta_net
-from megagate.checkpoint.families.settings import ANY, GATE_KEYS, Settings, check_gate, check_plain, query_groups
+from megagate.checkpoint.families.settings import ANY, GATE_KEYS, Settings, check_gate, check_plain
 from megagate.errors import UserError
 from megagate.gate.config import PRESETS, GateGranularity, gate_config_from_args
+from megagate.gate.layout import query_groups
 
 
 class Official(Qwen3):

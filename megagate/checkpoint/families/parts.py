@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from megagate.checkpoint.families.base import Rule, Weight
-from megagate.checkpoint.families.settings import query_groups
 from megagate.errors import UserError
 from megagate.gate.config import gate_config_from_args
-from megagate.gate.layout import QKVLayout
+from megagate.gate.layout import QKVLayout, query_groups
 
 HEAD = "lm_head.weight"
 

@@ -11,6 +11,7 @@ from typing import Any
 from megagate.checkpoint.families.base import Family
 from megagate.errors import UserError
 from megagate.gate.config import GateConfig, describe, gate_config_from_args
+from megagate.gate.layout import query_groups
 from megagate.model.pattern import ATTENTION, BOUNDARY, DELTA_NET, DENSE, EXPERTS
 
 GATE_KEYS = ("headwise_attn_output_gate", "elementwise_attn_output_gate")
@@ -258,8 +259,3 @@ def blocks(args: argparse.Namespace) -> list[Block]:
             "all that Hugging Face models have"
         )
     return [Block(index, *pair) for index, pair in enumerate(pairs)]
-
-
-def query_groups(args: argparse.Namespace) -> int:
-    """Return g."""
-    return args.num_query_groups if args.group_query_attention else args.num_attention_heads

@@ -8,6 +8,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from megagate.gate.functional import at_least_fp32
+
 
 class RootMeanSquare(torch.autograd.Function):
     """RMSNorm in as few passes as eager operators allow.
@@ -19,7 +21,7 @@ class RootMeanSquare(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Return hidden [..., n] over its root mean square, times weight [n], in the dtype of `hidden`."""
-        wide = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
+        wide = at_least_fp32(hidden)
         scale = wide.square().mean(dim=-1, keepdim=True).add_(eps).rsqrt_()
         ctx.save_for_backward(hidden, weight, scale)
         return (wide * scale).mul_(weight).to(hidden.dtype)
@@ -62,7 +64,7 @@ class RMSNorm(nn.Module):
         if not hidden.is_cuda:
             return RootMeanSquare.apply(hidden, _gamma(self), self.eps)
         if self.zero_centered_gamma:
-            wide = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
+            wide = at_least_fp32(hidden)
             return functional.rms_norm(wide, self.weight.shape, _gamma(self), self.eps).to(hidden.dtype)
         return functional.rms_norm(hidden, self.weight.shape, self.weight, self.eps)
 
@@ -91,7 +93,7 @@ def _gamma(norm: "RMSNorm | LayerNorm") -> Tensor:
     """Return the factor of each channel; 1 is added in fp32, since bf16 would lose the digits of a small weight."""
     if not norm.zero_centered_gamma:
         return norm.weight
-    return norm.weight.to(torch.promote_types(norm.weight.dtype, torch.float32)) + 1
+    return at_least_fp32(norm.weight) + 1
 
 
 def _tag_sequence_parallel(module: nn.Module, config: TransformerConfig) -> None:
