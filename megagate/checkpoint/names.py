@@ -31,6 +31,7 @@ from megagate.model.pattern import BOUNDARY
 
 NORM_NAMES = (
     ("input_layernorm.", "self_attention.linear_qkv.layer_norm_"),
+    ("input_layernorm.", "self_attention.in_proj.layer_norm_"),
     ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"),
 )
 """A norm's own name, and its name where it is fused with the linear layer that follows."""
@@ -116,6 +117,7 @@ def rename_norms(state: dict[Any, Any], keys: set[str]) -> None:
                 renamed = value.key.replace(own, fused)
                 if renamed in keys:
                     value.key = renamed
+                    break
         return value
 
     dict_list_map_inplace(entry, state)

@@ -13,7 +13,8 @@ TOLERANCE = 1e-4
 """Of the largest logit, in fp32."""
 
 BATCH, LENGTH = 4, 32
-"""Of random tokens. Through Gated DeltaNet the difference grows with the length, for a reason not yet known."""
+"""Of random tokens. Rounding alone exceeds the tolerance at about one token in ten thousand of a tiny random model, one
+whose hidden state is so short that a norm enlarges it; a deviation shows in the median too."""
 
 
 def verify(hf: Path, checkpoint: Path, step: int | None = None, text: str | None = None, run_code: bool = False) -> str:
@@ -37,8 +38,12 @@ def verify(hf: Path, checkpoint: Path, step: int | None = None, text: str | None
             ours = loaded.model(tokens, positions, None).float()[..., :vocabulary]
     theirs = _transformers_logits(hf, tokens, run_code)
     scale = theirs.abs().max().item()
-    difference = (ours - theirs).abs().max().item() / scale
-    line = f"logits of {tokens.numel()} tokens differ by at most {difference:.1e} of the largest, {scale:.3g}"
+    of_tokens = (ours - theirs).abs().amax(-1) / scale
+    difference = of_tokens.max().item()
+    line = (
+        f"logits of {tokens.numel()} tokens differ by at most {difference:.1e} of the largest, {scale:.3g}; "
+        f"half of the tokens by less than {of_tokens.median().item():.1e}"
+    )
     if not difference <= TOLERANCE:
         raise UserError(f"{line}, which is more than {TOLERANCE:.0e}: the two models do not compute the same")
     return line

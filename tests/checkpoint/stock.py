@@ -42,6 +42,7 @@ def write(stock: Stock) -> tuple[Tensor | None, list[float]]:
     """Build the model with random weights, train, save as Megatron does, and return what `outcome` does."""
     from megatron.core.enums import ModelType
     from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.identity_op import IdentityOp
     from megatron.training import arguments
     from megatron.training.argument_utils import (
         gpt_config_from_args,
@@ -79,6 +80,9 @@ def write(stock: Stock) -> tuple[Tensor | None, list[float]]:
             layers.attention_layer.submodules.sharded_state_dict_keys_map = names
             names = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
             layers.mlp_layer.submodules.sharded_state_dict_keys_map = names
+            if layers.gdn_layer is not IdentityOp:
+                names = {"input_layernorm.": "self_attention.in_proj.layer_norm_"}
+                layers.gdn_layer.submodules.sharded_state_dict_keys_map = names
     else:
         config = gpt_config_from_args(args)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megagate.checkpoint.fit import _check_model
+from megagate.checkpoint.fit import _check_model, check_delta_net_norm
 from megagate.errors import UserError
 from tests.checkpoint.conftest import Trained
 from tests.checkpoint.test_resume import LAYOUTS, check_same_layout, compare, resume
@@ -44,5 +44,7 @@ def test_a_norm_of_megatrons_own_is_refused() -> None:
     megatrons = argparse.Namespace(hybrid_layer_pattern="G-", layernorm_zero_centered_gamma=True)
     with pytest.raises(UserError, match=r"its out_norm\.weight is w - 1, where megagate has w"):
         _check_model(here, megatrons, Path("runs/iter_0000002"), ())
+    with pytest.raises(UserError, match=r"its out_norm\.weight is w - 1"):  # what evaluation and export ask
+        check_delta_net_norm(megatrons, Path("runs/iter_0000002"))
     here.layernorm_zero_centered_gamma = megatrons.layernorm_zero_centered_gamma = False
     _check_model(here, megatrons, Path("runs/iter_0000002"), ())

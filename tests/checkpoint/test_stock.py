@@ -19,6 +19,9 @@ GPT = {
 HYBRID = {
     "dense": f"{COMMON} --hybrid-layer-pattern *-*- --num-layers 4",
     "dense-then-experts": f"{COMMON} {EXPERTS} --hybrid-layer-pattern *-*E --num-layers 4 --add-qkv-bias",
+    "delta-net": f"{COMMON} --hybrid-layer-pattern G-*- --num-layers 4 "
+    "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 --linear-num-key-heads 2 "
+    "--linear-num-value-heads 4 --linear-key-head-dim 8 --linear-value-head-dim 8",
 }
 TENSOR2 = "--tensor-model-parallel-size 2"
 DISTRIBUTED = "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable"

@@ -9,7 +9,9 @@ import functools
 import pytest
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_submodules
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
 from megatron.core.ssm.mlp_layer import MLPLayer
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -70,6 +72,16 @@ def stock_spec(config: TransformerConfig) -> ModuleSpec:
         attention_layer=ModuleSpec(module=TransformerLayer, submodules=attention),
         mlp_layer=ModuleSpec(module=MLPLayer, submodules=feed_forward(None)),
     )
+    if config.experimental_attention_variant == "gated_delta_net":
+        delta_net = GatedDeltaNetSubmodules(
+            in_proj=ColumnParallelLinear, out_norm=whole.input_layernorm, out_proj=RowParallelLinear
+        )
+        linear_attention = TransformerLayerSubmodules(
+            input_layernorm=whole.input_layernorm,
+            self_attention=ModuleSpec(module=GatedDeltaNet, submodules=delta_net),
+            self_attn_bda=whole.self_attn_bda,
+        )
+        layers.gdn_layer = ModuleSpec(module=TransformerLayer, submodules=linear_attention)
     if config.num_moe_experts:
         layers.moe_layer = ModuleSpec(module=MoETransformerLayer, submodules=feed_forward(config.num_moe_experts))
     return ModuleSpec(module=StockStack, submodules=layers)
