@@ -111,7 +111,7 @@ def _check_model(
     layers = _layers(saved), _layers(args)
     if layers[0] is not None and layers[0] != layers[1]:
         raise _differs(checkpoint, f"the layers {layers[0]}", str(layers[1]), "use the same")
-    check_delta_net_norm(saved, checkpoint)
+    check_delta_net_norm(saved, checkpoint, getattr(args, "layernorm_zero_centered_gamma", False))
     for name in (*MODEL_ARGUMENTS, *resume_only):
         if not hasattr(saved, name) or not hasattr(args, name):
             continue  # written by another version of Megatron
@@ -123,19 +123,20 @@ def _check_model(
             raise _differs(checkpoint, f"{_flag(name)} {values[0]}", str(values[1]), mend)
 
 
-def check_delta_net_norm(saved: argparse.Namespace, checkpoint: Path) -> None:
+def check_delta_net_norm(saved: argparse.Namespace, checkpoint: Path, is_shifted: bool = False) -> None:
     """Check that the output norm of Gated DeltaNet means what megagate's does; name and shape do not tell.
 
     Args:
         saved: the arguments in the checkpoint.
         checkpoint: an iteration's directory.
+        is_shifted: whether the run that loads it has --apply-layernorm-1p; an old checkpoint may not say it itself.
 
     Raises:
         UserError: the checkpoint is Megatron's own, of a model with --apply-layernorm-1p.
     """
     is_megagates = hasattr(saved, "gate_preset")
-    shifted = getattr(saved, "layernorm_zero_centered_gamma", False)
-    if DELTA_NET in (_layers(saved) or "") and shifted and not is_megagates:
+    is_shifted = getattr(saved, "layernorm_zero_centered_gamma", is_shifted)
+    if DELTA_NET in (_layers(saved) or "") and is_shifted and not is_megagates:
         raise UserError(
             f"{checkpoint} is Megatron's own, with Gated DeltaNet and --apply-layernorm-1p: its out_norm.weight is "
             "w - 1, where megagate has w; add 1 to it first"

@@ -117,7 +117,6 @@ def rename_norms(state: dict[Any, Any], keys: set[str]) -> None:
                 renamed = value.key.replace(own, fused)
                 if renamed in keys:
                     value.key = renamed
-                    break
         return value
 
     dict_list_map_inplace(entry, state)

@@ -46,5 +46,8 @@ def test_a_norm_of_megatrons_own_is_refused() -> None:
         _check_model(here, megatrons, Path("runs/iter_0000002"), ())
     with pytest.raises(UserError, match=r"its out_norm\.weight is w - 1"):  # what evaluation and export ask
         check_delta_net_norm(megatrons, Path("runs/iter_0000002"))
+    silent = argparse.Namespace(hybrid_layer_pattern="G-")
+    with pytest.raises(UserError, match=r"its out_norm\.weight is w - 1"):
+        _check_model(here, silent, Path("runs/iter_0000002"), ())
     here.layernorm_zero_centered_gamma = megatrons.layernorm_zero_centered_gamma = False
     _check_model(here, megatrons, Path("runs/iter_0000002"), ())
