@@ -26,7 +26,6 @@ from megagate.checkpoint import described_model, torch_dist
 from megagate.checkpoint.accounting import check_all_used, converted, wanted
 from megagate.checkpoint.families import FAMILIES, family_named, holding, recognise
 from megagate.checkpoint.families.base import Family, Rule
-from megagate.checkpoint.fit import check_delta_net_norm
 from megagate.checkpoint.huggingface import CONFIG, StoredTensor, WeightReader, WeightWriter, read_json
 from megagate.checkpoint.load import RELEASE, TRACKER, checkpoint_arguments
 from megagate.checkpoint.output_directory import complete_or_nothing
@@ -205,6 +204,8 @@ def export_checkpoint(
     args = checkpoint_arguments(checkpoint)
     if getattr(args, "hybrid_layer_pattern", None) is None:
         raise UserError(f"{checkpoint} does not hold a hybrid model: it was not written by megagate.pretrain")
+    with quiet():
+        from megagate.checkpoint.fit import check_delta_net_norm
     check_delta_net_norm(args, checkpoint)
     source = source or _kept_source(checkpoint_directory, args)
     family, config = _family_for(args, read_json(source / CONFIG) if source else {}, family_name)

@@ -39,7 +39,7 @@ _PACKAGE = {
 _NEEDS_FILE = (*SENTENCEPIECE_TYPES, "TikTokenizer")
 
 
-def add_tokenizer_arguments(parser: argparse.ArgumentParser) -> list[str]:
+def add_tokenizer_arguments(parser: argparse.ArgumentParser, required: bool = True) -> list[str]:
     """Add Megatron's tokenizer flags that matter for plain text, with Megatron's names, meanings and defaults.
 
     Returns the names under which the parsed values are found; they are keyword arguments of :func:`build_tokenizer`.
@@ -47,7 +47,7 @@ def add_tokenizer_arguments(parser: argparse.ArgumentParser) -> list[str]:
     group = parser.add_argument_group("tokenizer", "the same flags, with the same meaning, as in training")
     add = group.add_argument
     actions = [
-        add("--tokenizer-type", required=True, help="one of: " + ", ".join(TOKENIZER_TYPES)),
+        add("--tokenizer-type", required=required, help="one of: " + ", ".join(TOKENIZER_TYPES)),
         add("--tokenizer-model", help="model file (SentencePiece, TikToken) or Hugging Face directory"),
         add("--vocab-size", type=int, help="vocabulary size (NullTokenizer, TikTokenizer)"),
         add("--vocab-file", help="vocabulary file (GPT2BPETokenizer, BertWordPiece...)"),

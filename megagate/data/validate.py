@@ -18,8 +18,9 @@ MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 ITEM_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 8, 7: 4, 8: 2}
 """Bytes per token, by the dtype code of the header."""
-_HEADER = struct.Struct("<9sQBQQ")
-_REMOTE = ("s3://", "msc://")
+HEADER = struct.Struct("<9sQBQQ")
+"""Magic, version, dtype code, sequences, documents + 1."""
+REMOTE = ("s3://", "msc://")
 
 
 def check_indexed_dataset(prefix: str) -> None:
@@ -29,7 +30,7 @@ def check_indexed_dataset(prefix: str) -> None:
         UserError: one of the two is missing, the index is not one or is cut off, the .bin's size is not what the
             index needs, or there are no documents.
     """
-    if prefix.startswith(_REMOTE):
+    if prefix.startswith(REMOTE):
         return
     index, data = prefix + ".idx", prefix + ".bin"
     _check_presence(prefix, index, data)
@@ -50,7 +51,7 @@ def fingerprint(prefix: str) -> str:
 
     Cheap and the same on every file system; a remote prefix has none and gives an empty text.
     """
-    if prefix.startswith(_REMOTE):
+    if prefix.startswith(REMOTE):
         return ""
     digest = hashlib.sha256()
     with open(prefix + ".idx", "rb") as stream:
@@ -83,17 +84,17 @@ def _needed_data_bytes(index: str) -> int:
     """The size that the .bin must have, from the last sequence's offset and length."""
     index_bytes = os.path.getsize(index)
     with open(index, "rb") as stream:
-        header = stream.read(_HEADER.size)
+        header = stream.read(HEADER.size)
         if header[: len(MAGIC)] != MAGIC:
             raise UserError(f"{index} is not a Megatron index: its first bytes are not MMIDIDX")
-        if len(header) < _HEADER.size:
-            raise UserError(f"{index} is cut off: {len(header)} bytes, less than its header of {_HEADER.size}")
-        _, version, code, sequences, boundaries = _HEADER.unpack(header)
+        if len(header) < HEADER.size:
+            raise UserError(f"{index} is cut off: {len(header)} bytes, less than its header of {HEADER.size}")
+        _, version, code, sequences, boundaries = HEADER.unpack(header)
         if version != VERSION:
             raise UserError(f"{index} has format version {version}; only version {VERSION} is known")
         if code not in ITEM_BYTES:
             raise UserError(f"{index} has the unknown token type code {code}")
-        plain_bytes = _HEADER.size + 12 * sequences + 8 * boundaries
+        plain_bytes = HEADER.size + 12 * sequences + 8 * boundaries
         if index_bytes not in (plain_bytes, plain_bytes + sequences):  # the longer one holds modes too
             raise UserError(
                 f"{index} has {index_bytes} bytes but its header, with {sequences} sequences, needs {plain_bytes}; "
@@ -101,8 +102,8 @@ def _needed_data_bytes(index: str) -> int:
             )
         if sequences == 0 or boundaries < 2:
             raise UserError(f"{index} holds no documents; preprocess a corpus that has some")
-        length = _read_one(stream, "<i", _HEADER.size + 4 * (sequences - 1))
-        pointer = _read_one(stream, "<q", _HEADER.size + 12 * sequences - 8)
+        length = _read_one(stream, "<i", HEADER.size + 4 * (sequences - 1))
+        pointer = _read_one(stream, "<q", HEADER.size + 12 * sequences - 8)
         last_boundary = _read_one(stream, "<q", plain_bytes - 8)
     if last_boundary != sequences or length < 0 or pointer < 0:
         raise UserError(

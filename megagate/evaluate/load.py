@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 
-from megagate.checkpoint.fit import check_delta_net_norm
 from megagate.checkpoint.load import TRACKER, checkpoint_arguments, find_complete
 from megagate.data.tokenizer import add_tokenizer_arguments, build_tokenizer, quiet
 from megagate.errors import UserError
@@ -115,6 +114,8 @@ def one_process_arguments(checkpoint: Path) -> argparse.Namespace:
     saved = checkpoint_arguments(checkpoint)
     if getattr(saved, "hybrid_layer_pattern", None) is None:
         raise UserError(f"{checkpoint} does not hold a hybrid model: it was not written by megagate.pretrain")
+    with quiet():
+        from megagate.checkpoint.fit import check_delta_net_norm
     check_delta_net_norm(saved, checkpoint)
     args = for_one_process(saved)
     args.load = str(checkpoint.parent)
