@@ -118,6 +118,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         UserError: something in the command line, the recipe, the data or the checkpoint is wrong.
     """
     args = read(argv)
+    if args.eval_interval is None and not (args.full_validation or args.skip_train):
+        raise UserError("--eval-interval is not given: say after how many iterations to evaluate")
     check_data(args)
     checkpoint = choose_start(args)
     validate(args)
@@ -228,6 +230,11 @@ def complete(args: argparse.Namespace) -> None:
     set_recompute(args, gate)
     set_pattern(args)
     check_gate(args, gate)
+    if args.reset_position_ids and args.position_embedding_type == "rope":
+        raise UserError(
+            "--reset-position-ids has no effect with --position-embedding-type rope, which depends on distances only: "
+            "leave it out; --reset-attention-mask alone keeps documents apart"
+        )
     args.create_attention_mask_in_dataloader |= args.reset_attention_mask
     forced = torch_backend.ARGUMENTS | (cpu.ARGUMENTS if on_cpu() else {})
     for name, value in forced.items():

@@ -1,9 +1,12 @@
 """The datasets that the training loop reads: Megatron's blended .bin/.idx files, or its mock data."""
 
 import argparse
+import copy
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy
 from megatron.core import mpu
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
@@ -80,6 +83,43 @@ class CheckedGPTDataset(GPTDataset):
         if num_tokens_per_epoch < 1:
             raise ValueError(f"the {self.index_split.name} part of {self.dataset_path} holds no document")
         return super()._get_num_epochs(num_tokens_per_epoch)
+
+    def _build_document_sample_shuffle_indices(self) -> tuple[numpy.ndarray, numpy.ndarray, numpy.ndarray]:
+        """Complete the index cache where it lacks a file, on any rank, then load it as Megatron does.
+
+        Megatron writes on rank 0 only, so that a rank on another file system finds nothing, and writes in place, so
+        that a job killed meanwhile leaves a part of a file that the next one takes for a whole one.
+        """
+        config = self.config
+        if not (config.defer_npy_index_mmap or config.fast_cache_load):
+            kind = type(self).__name__
+            folder = config.path_to_cache or os.path.join(self.dataset.path_prefix, "cache", f"{kind}_indices")
+            base = os.path.join(folder, f"{self.unique_description_hash}-{kind}-{self.index_split.name}")
+            arrays = [f"{base}-{name}_index.npy" for name in ("document", "sample", "shuffle")]
+            description = f"{base}-description.txt"
+            if not all(map(os.path.isfile, [description, *arrays])):
+                self.config = copy.copy(config)
+                self.config.path_to_cache = ""  # Megatron then builds in memory, on every rank
+                built = super()._build_document_sample_shuffle_indices()
+                self.config = config
+                os.makedirs(folder, exist_ok=True)
+                for path, array in zip(arrays, built, strict=True):
+                    _write_whole(path, array)
+                _write_whole(description, self.unique_description)
+        return super()._build_document_sample_shuffle_indices()
+
+
+def _write_whole(path: str, content: numpy.ndarray | str) -> None:
+    """Write beside `path` and rename, so that a file of this name is never a part of one."""
+    part = f"{path}.{os.uname().nodename}.{os.getpid()}.part"
+    with open(part, "wb") as stream:
+        if isinstance(content, str):
+            stream.write(content.encode())
+        else:
+            numpy.save(stream, content)
+        stream.flush()
+        os.fsync(stream.fileno())
+    os.replace(part, path)
 
 
 def dataset_provider(num_samples: list[int], vp_stage: int | None = None) -> Any:
