@@ -75,6 +75,8 @@ class CheckedGPTDataset(GPTDataset):
     Its index cache also goes stale, without a word, when data are preprocessed again to the same path.
     """
 
+    config: DatasetConfig
+
     @staticmethod
     def _key_config_attributes() -> list[str]:
         return [*GPTDataset._key_config_attributes(), "fingerprints"]
