@@ -46,7 +46,7 @@ setup(
         "psutil",
         "pyyaml",
         "safetensors",
-        "sentencepiece",
+        "sentencepiece>=0.2.3",
         "tensorboard",
     ],
     extras_require={

@@ -23,6 +23,7 @@ import torch.distributed.checkpoint
 import torch.utils._device
 from emerging_optimizers.orthogonalized_optimizers import AdaptiveMuon
 from megatron.core import optimizer as megatron_optimizer
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.core.dist_checkpointing import gpt_checkpoint_interop
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.serialization import load_common_state_dict
@@ -41,6 +42,8 @@ from megatron.core.ssm import gated_delta_net
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tokenizers.text.libraries import HuggingFaceTokenizer, SentencePieceTokenizer, TikTokenTokenizer
+from megatron.core.tokenizers.text.text_tokenizer import MegatronTokenizerText
 from megatron.core.transformer.attention import Attention, SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_logging import MetricEntry, MoEMetricsTracker
@@ -284,6 +287,22 @@ def test_checkpoint_torch_adam(name: str) -> None:
     """megagate/checkpoint/torch_adam.py wraps these methods."""
     owner, _ = torch_adam.MENDS[name]
     assert callable(vars(owner)[name])
+
+
+def test_data_tokenizer() -> None:
+    text_to_ids = {
+        SentencePieceTokenizer: "self.tokenizer.encode_as_ids(text)",
+        HuggingFaceTokenizer: "self.tokenizer(text).input_ids",
+        TikTokenTokenizer: 'self.tokenizer.encode(text, allowed_special="all")',
+    }
+    for wrapper, call in text_to_ids.items():
+        assert call in inspect.getsource(wrapper), wrapper
+    assert "self._tokenizer.text_to_ids(text)" in inspect.getsource(MegatronTokenizerText.tokenize)
+
+
+def test_data_preprocess(tmp_path: Path) -> None:
+    builder = IndexedDatasetBuilder(str(tmp_path / "a.bin"))
+    assert (builder.sequence_lengths, builder.document_indices) == ([], [0])
 
 
 def test_checkpoint_torch_dist(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """From a batch of raw records to token ids: the work of one `preprocess` worker process."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from megagate.data.corpus import BadRecord, Batch, parse_batch
-from megagate.data.tokenizer import quiet
+from megagate.data.tokenizer import batch_encoder, quiet
 from megagate.errors import UserError
 
 
@@ -17,8 +18,8 @@ class EncodedTexts:
 
     tokens: np.ndarray
     """All tokens, one document after the other, in the dataset's dtype."""
-    lengths: list[int]
-    """Tokens of each document; never zero."""
+    lengths: np.ndarray
+    """Tokens of each document, int64; never zero."""
     empty: int
     """Documents left out because they had no tokens."""
 
@@ -40,52 +41,87 @@ class Encoder:
         with quiet():
             from megatron.core.datasets.indexed_dataset import DType
         self.tokenizer = tokenizer
+        self.encode_batch = batch_encoder(tokenizer)
         self.keys = list(keys)
         self.vocab_size = int(tokenizer.vocab_size)
         self.dtype = np.dtype(DType.optimal_dtype(self.vocab_size))
         self.end_of_document = _end_of_document(tokenizer, self.vocab_size) if append_eod else None
 
     def __call__(self, batch: Batch) -> EncodedBatch:
-        documents: list[list[np.ndarray]] = [[] for _ in self.keys]
-        empty = [0] * len(self.keys)
-        bad = []
+        bad: list[BadRecord] = []
+        lines: list[int] = []
+        records: list[list[str]] = []
         for record in parse_batch(batch, self.keys):
             if isinstance(record, BadRecord):
                 bad.append(record)
-                continue
-            line, texts = record
-            try:
-                encoded = [self._encode(text) for text in texts]
-            except ValueError as error:
-                bad.append(BadRecord(batch.source, line, f"the tokenizer cannot encode it ({error})"))
-                continue
-            for index, tokens in enumerate(encoded):
-                if tokens is None:
-                    empty[index] += 1
-                else:
-                    documents[index].append(tokens)
-        encoded_texts = [
-            EncodedTexts(np.concatenate(kept) if kept else np.empty(0, self.dtype), [len(one) for one in kept], count)
-            for kept, count in zip(documents, empty, strict=True)
-        ]
-        return EncodedBatch(encoded_texts, bad, batch.size)
+            else:
+                lines.append(record[0])
+                records.append(record[1])
+        refused: dict[int, str] = {}
+        encoded = []
+        for index in range(len(self.keys)):
+            ids, lengths, reasons = self._encode([texts[index] for texts in records])
+            encoded.append((ids, lengths))
+            refused = reasons | refused
+        kept = np.ones(len(records), dtype=bool)
+        kept[list(refused)] = False
+        for position, reason in refused.items():
+            bad.append(BadRecord(batch.source, lines[position], f"the tokenizer cannot encode it ({reason})"))
+        bad.sort(key=lambda one: one.line)
+        return EncodedBatch([self._finish(ids, lengths, kept) for ids, lengths in encoded], bad, batch.size)
 
-    def _encode(self, text: str) -> np.ndarray | None:
-        """The tokens of one document, or None if it has none.
+    def _encode(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray, dict[int, str]]:
+        """Tokenize `texts`.
 
-        Raises:
-            ValueError: the tokenizer refuses the text or gives a token outside its vocabulary.
+        Returns:
+            All ids, one text after the other, int64 (or another integer type); the number of ids of each text, int64;
+            and, by position, why a text cannot be encoded.
         """
-        tokens = self.tokenizer.tokenize(text) if text else []
-        if not len(tokens):
-            return None
-        if self.end_of_document is not None:
-            tokens = [*tokens, self.end_of_document]
-        ids = np.array(tokens, dtype=np.int64)
-        if ids.min() < 0 or ids.max() >= self.vocab_size:
-            outside = ids[(ids < 0) | (ids >= self.vocab_size)][0]
-            raise ValueError(f"token {outside} is outside the vocabulary of {self.vocab_size}")
-        return ids.astype(self.dtype)
+        refused: dict[int, str] = {}
+        filled = [position for position, text in enumerate(texts) if text]
+        try:
+            tokens = self.encode_batch([texts[position] for position in filled]) if filled else []
+        except ValueError:  # find out which ones
+            tokens = []
+            for position in filled:
+                try:
+                    tokens.append(self.tokenizer.tokenize(texts[position]))
+                except ValueError as error:
+                    refused[position] = str(error)
+                    tokens.append([])
+        lengths = np.zeros(len(texts), dtype=np.int64)
+        lengths[filled] = [len(one) for one in tokens]
+        ids = _concatenate(tokens)
+        outside = np.flatnonzero((ids < 0) | (ids >= self.vocab_size))
+        owners = np.searchsorted(np.cumsum(lengths), outside, side="right")
+        for position, first in zip(*np.unique(owners, return_index=True), strict=True):
+            token = ids[outside[first]]
+            refused[int(position)] = f"token {token} is outside the vocabulary of {self.vocab_size}"
+        return ids, lengths, refused
+
+    def _finish(self, ids: np.ndarray, lengths: np.ndarray, kept: np.ndarray) -> EncodedTexts:
+        """Leave out what is not `kept` (one bool per text) and what is empty; append the end-of-document token."""
+        if not kept.all():
+            ids, lengths = ids[np.repeat(kept, lengths)], lengths[kept]
+        empty = int(np.count_nonzero(lengths == 0))
+        lengths = lengths[lengths > 0]
+        if self.end_of_document is None:
+            return EncodedTexts(ids.astype(self.dtype), lengths, empty)
+        lengths = lengths + 1
+        ends = np.cumsum(lengths) - 1
+        is_text = np.ones(len(ids) + len(lengths), dtype=bool)
+        is_text[ends] = False
+        tokens = np.empty(len(is_text), dtype=self.dtype)
+        tokens[is_text] = ids
+        tokens[ends] = self.end_of_document
+        return EncodedTexts(tokens, lengths, empty)
+
+
+def _concatenate(tokens: Sequence[Any]) -> np.ndarray:
+    """The ids of all texts, one text after the other."""
+    if all(isinstance(one, np.ndarray) for one in tokens):
+        return np.concatenate(tokens) if len(tokens) else np.empty(0, dtype=np.int64)
+    return np.fromiter(itertools.chain.from_iterable(tokens), dtype=np.int64, count=sum(map(len, tokens)))
 
 
 def _end_of_document(tokenizer: Any, vocab_size: int) -> int:

@@ -53,11 +53,11 @@ class PendingDataset:
 
     def add(self, texts: EncodedTexts) -> None:
         """Append documents in order."""
-        start = 0
-        for length in texts.lengths:
-            self._builder.add_document(texts.tokens[start : start + length], [length])
-            start += length
-        self.tokens += start
+        if len(texts.lengths):  # one write for all: add_document ends the last document, the others are ended here
+            ends = self.documents + np.arange(1, len(texts.lengths))
+            self._builder.document_indices.frombytes(ends.tobytes())
+            self._builder.add_document(texts.tokens, texts.lengths)
+        self.tokens += len(texts.tokens)
         self.documents += len(texts.lengths)
         self.empty += texts.empty
 

@@ -14,7 +14,7 @@ import importlib.util
 import logging
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from megagate.errors import UserError, nearest
@@ -94,6 +94,39 @@ def build_tokenizer(tokenizer_type: str, tokenizer_model: str | None = None, **o
         detail = " ".join(str(error).split()) or type(error).__name__
         source = f" from {tokenizer_model or options.get('vocab_file') or 'the flags given'}"
         raise UserError(f"cannot build a {tokenizer_type}{source}: {detail}") from error
+
+
+def batch_encoder(tokenizer: Any) -> Callable[[list[str]], Sequence[Any]]:
+    """Return a function from texts to the ids that `tokenizer.tokenize` gives for each, as lists or integer arrays.
+
+    It is the batch encoder of SentencePiece, a fast Hugging Face tokenizer or tiktoken where Megatron's wrapper adds
+    nothing to it; otherwise (SentencePiece with added special tokens or marked spaces, a slow Hugging Face tokenizer or
+    one without its special tokens, any other class) the texts are tokenized one by one.
+    """
+    with quiet():
+        from megatron.core.tokenizers.text.libraries import HuggingFaceTokenizer, SentencePieceTokenizer
+        from megatron.core.tokenizers.text.libraries import TikTokenTokenizer as TikToken
+        from megatron.core.tokenizers.text.text_tokenizer import MegatronTokenizerText
+
+    def one_by_one(texts: list[str]) -> list[Any]:
+        return [tokenizer.tokenize(text) for text in texts]
+
+    if getattr(type(tokenizer), "tokenize", None) is not MegatronTokenizerText.tokenize:
+        return one_by_one
+    wrapper = tokenizer._tokenizer
+    kind = type(wrapper)
+    library: Any = getattr(wrapper, "tokenizer", None)
+    if kind is SentencePieceTokenizer:
+        if wrapper.legacy or (wrapper.removed_extra_spaces and not wrapper.ignore_extra_whitespaces):
+            return one_by_one
+        return lambda texts: library.encode(texts, num_threads=1, return_type="numpy")
+    if issubclass(kind, HuggingFaceTokenizer) and kind.text_to_ids is HuggingFaceTokenizer.text_to_ids:
+        if not (wrapper.include_special_tokens and library.is_fast):
+            return one_by_one
+        return lambda texts: library(texts, return_attention_mask=False, return_token_type_ids=False)["input_ids"]
+    if kind is TikToken:
+        return lambda texts: library.encode_batch(texts, num_threads=1, allowed_special="all")
+    return one_by_one
 
 
 def _check(tokenizer_type: str, tokenizer_model: str | None, options: dict[str, Any]) -> None:
