@@ -22,6 +22,8 @@ class EncodedTexts:
     """Tokens of each document, int64; never zero."""
     empty: int
     """Documents left out because they had no tokens."""
+    cut: int
+    """Documents that were cut into several, each of which counts as a document in `lengths`."""
 
 
 @dataclass
@@ -37,12 +39,15 @@ class EncodedBatch:
 class Encoder:
     """Tokenizes batches; what worker processes run. Its result depends on the batch alone."""
 
-    def __init__(self, tokenizer: Any, keys: Sequence[str], append_eod: bool) -> None:
+    def __init__(
+        self, tokenizer: Any, keys: Sequence[str], append_eod: bool, max_document_tokens: int | None = None
+    ) -> None:
         with quiet():
             from megatron.core.datasets.indexed_dataset import DType
         self.tokenizer = tokenizer
         self.encode_batch = batch_encoder(tokenizer)
         self.keys = list(keys)
+        self.max_document_tokens = max_document_tokens
         self.vocab_size = int(tokenizer.vocab_size)
         self.dtype = np.dtype(DType.optimal_dtype(self.vocab_size))
         self.end_of_document = _end_of_document(tokenizer, self.vocab_size) if append_eod else None
@@ -106,7 +111,7 @@ class Encoder:
         empty = int(np.count_nonzero(lengths == 0))
         lengths = lengths[lengths > 0]
         if self.end_of_document is None:
-            return EncodedTexts(ids.astype(self.dtype), lengths, empty)
+            return self._cut(ids.astype(self.dtype), lengths, empty)
         lengths = lengths + 1
         ends = np.cumsum(lengths) - 1
         is_text = np.ones(len(ids) + len(lengths), dtype=bool)
@@ -114,7 +119,22 @@ class Encoder:
         tokens = np.empty(len(is_text), dtype=self.dtype)
         tokens[is_text] = ids
         tokens[ends] = self.end_of_document
-        return EncodedTexts(tokens, lengths, empty)
+        return self._cut(tokens, lengths, empty)
+
+    def _cut(self, tokens: np.ndarray, lengths: np.ndarray, empty: int) -> EncodedTexts:
+        """Cut what is longer than `max_document_tokens`; no part is an end-of-document token alone."""
+        longest = self.max_document_tokens
+        if longest is None:
+            return EncodedTexts(tokens, lengths, empty, cut=0)
+        parts = -(-lengths // longest)
+        last = np.cumsum(parts) - 1
+        cut_lengths = np.full(int(parts.sum()), longest, dtype=np.int64)
+        cut_lengths[last] = lengths - (parts - 1) * longest
+        if self.end_of_document is not None:
+            alone = last[(parts > 1) & (cut_lengths[last] == 1)]
+            cut_lengths[alone - 1] -= 1
+            cut_lengths[alone] += 1
+        return EncodedTexts(tokens, cut_lengths, empty, cut=int(np.count_nonzero(parts > 1)))
 
 
 def _concatenate(tokens: Sequence[Any]) -> np.ndarray:

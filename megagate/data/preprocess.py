@@ -45,6 +45,7 @@ class PendingDataset:
         self.tokens = 0
         self.documents = 0
         self.empty = 0
+        self.cut = 0
         self._temporary = f"{prefix}.partial-{os.getpid()}"
         os.makedirs(os.path.dirname(prefix) or ".", exist_ok=True)
         self._builder = IndexedDatasetBuilder(self._temporary + ".bin", dtype=dtype.type)
@@ -60,6 +61,7 @@ class PendingDataset:
         self.tokens += len(texts.tokens)
         self.documents += len(texts.lengths)
         self.empty += texts.empty
+        self.cut += texts.cut
 
     def finish(self) -> None:
         """Write the index and make both files durable, still under their temporary names."""
@@ -147,6 +149,7 @@ def preprocess(
     *,
     json_keys: Sequence[str] = ("text",),
     append_eod: bool = False,
+    max_document_tokens: int | None = None,
     workers: int = 1,
     log_interval: int = 10000,
     overwrite: bool = False,
@@ -158,20 +161,25 @@ def preprocess(
         inputs: files, globs, directories or "-", see `corpus.expand_inputs`.
         tokenizer: from `build_tokenizer`.
         append_eod: end every document with the tokenizer's end-of-document token.
+        max_document_tokens: cut a longer document into several of this many tokens (the last has the rest), which then
+            are documents of their own; only the last gets the end-of-document token, which counts as one token.
         workers: processes that tokenize; the output does not depend on it.
         log_interval: documents between progress lines.
         on_bad_line: "fail" or "skip".
 
     Returns:
         `malformed_records`, `bytes_read`, `seconds`, `dtype`, `vocab_size`, `append_eod`, and under `datasets`, for
-        each prefix, `documents`, `tokens` (end-of-document tokens included) and `empty_documents`.
+        each prefix, `documents` (parts counted one by one), `tokens` (end-of-document tokens included),
+        `empty_documents` and `cut_documents`.
 
     Raises:
         UserError: bad input or output; then no output file is left or changed.
     """
     paths = check_job(inputs, output_prefix, json_keys, overwrite)
     policy = BadRecordPolicy(on_bad_line)
-    encoder = Encoder(tokenizer, json_keys, append_eod)
+    if max_document_tokens is not None and max_document_tokens < 2:
+        raise UserError(f"--max-document-tokens must be at least 2, not {max_document_tokens}")
+    encoder = Encoder(tokenizer, json_keys, append_eod, max_document_tokens)
     progress = Progress(max(log_interval, 1))
     datasets: list[PendingDataset] = []
     try:
@@ -204,6 +212,7 @@ def preprocess(
                 "documents": dataset.documents,
                 "tokens": dataset.tokens,
                 "empty_documents": dataset.empty,
+                "cut_documents": dataset.cut,
             }
             for dataset in datasets
         },
@@ -213,6 +222,7 @@ def preprocess(
         "dtype": encoder.dtype.name,
         "vocab_size": encoder.vocab_size,
         "append_eod": append_eod,
+        "max_document_tokens": max_document_tokens,
     }
 
 
@@ -245,6 +255,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json-keys", nargs="+", default=["text"], help="keys to take from a .jsonl line (text)")
     parser.add_argument("--output-prefix", required=True, help="writes OUTPUT_PREFIX_KEY_document.bin and .idx")
     parser.add_argument("--append-eod", action="store_true", help="end every document with the end-of-document token")
+    parser.add_argument("--max-document-tokens", type=_positive, help="cut longer documents into several")
     parser.add_argument("--workers", type=_positive, default=available, help=f"processes that tokenize ({available})")
     parser.add_argument("--log-interval", type=_positive, default=10000, help="documents per progress line (10000)")
     parser.add_argument("--on-bad-line", choices=("fail", "skip"), default="fail", help="for malformed lines (fail)")
@@ -267,6 +278,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         tokenizer,
         json_keys=options.json_keys,
         append_eod=options.append_eod,
+        max_document_tokens=options.max_document_tokens,
         workers=options.workers,
         log_interval=options.log_interval,
         overwrite=options.overwrite,

@@ -52,7 +52,8 @@ def test_datasets_decode_to_the_documents(corpus, documents, tokenizer, tmp_path
     assert all(sequence[-1] == tokenizer.eod for sequence in sequences)
     assert all(sequence.dtype == np.uint16 for sequence in sequences)
     counts = summary["datasets"][str(tmp_path / "out_text_document")]
-    assert counts == {"documents": len(documents), "tokens": sum(map(len, sequences)), "empty_documents": 0}
+    tokens = sum(map(len, sequences))
+    assert counts == {"documents": len(documents), "tokens": tokens, "empty_documents": 0, "cut_documents": 0}
     assert summary["bytes_read"] == os.path.getsize(corpus)
 
 
@@ -97,6 +98,33 @@ def test_text_files_are_one_document_each_and_directories_are_read(tokenizer, tm
     sequences = read(tmp_path / "out_text_document")
     assert [tokenizer.detokenize(sequence.tolist()) for sequence in sequences] == ["first", " two\n\nparagraphs "]
     assert summary["datasets"][str(tmp_path / "out_text_document")]["empty_documents"] == 1
+
+
+@pytest.mark.parametrize("append_eod", [False, True])
+@pytest.mark.parametrize("limit", [2, 3, 7, 1000])
+def test_long_documents_are_cut(append_eod, limit, numbers, tmp_path, small_batches):
+    """The stream of tokens stays the same; every part but the last two is as long as allowed, none is EOD alone."""
+    texts = [" ".join(map(str, range(length))) for length in range(1, 30)]
+    path = write_lines(tmp_path / "in.jsonl", [{"text": text} for text in texts])
+    summary = preprocess(
+        [path], str(tmp_path / "out"), numbers, append_eod=append_eod, max_document_tokens=limit, workers=2
+    )
+    parts = iter([sequence.tolist() for sequence in read(tmp_path / "out_text_document")])
+    cut = 0
+    for length in range(1, 30):
+        whole = [*range(length), numbers.eod] if append_eod else list(range(length))
+        pieces = [next(parts)]
+        while sum(map(len, pieces)) < len(whole):
+            pieces.append(next(parts))
+        assert [token for piece in pieces for token in piece] == whole
+        assert len(pieces) == -(-len(whole) // limit)
+        assert all(len(piece) == limit for piece in pieces[:-2])
+        assert max(map(len, pieces)) <= limit
+        assert not append_eod or len(pieces[-1]) > 1
+        cut += len(pieces) > 1
+    assert next(parts, None) is None
+    assert summary["datasets"][str(tmp_path / "out_text_document")]["cut_documents"] == cut
+    assert (cut > 0) == (limit < 1000)
 
 
 def test_large_vocabularies_use_four_bytes(tmp_path):
@@ -261,6 +289,8 @@ def test_command_errors(tmp_path, capsys):
     base = ["--input", path, "--output-prefix", str(tmp_path / "out"), "--tokenizer-type", "NullTokenizer"]
     with pytest.raises(UserError, match="NullTokenizer needs --vocab-size"):
         main(base)
+    with pytest.raises(UserError, match="--max-document-tokens must be at least 2, not 1"):
+        main([*base, "--vocab-size", "10", "--max-document-tokens", "1"])
     with pytest.raises(SystemExit, match="2"):
         main([*base, "--workers", "0"])
     assert "0 is not a positive number" in capsys.readouterr().err
