@@ -26,6 +26,8 @@ from megagate.checkpoint import described_model, torch_dist
 from megagate.checkpoint.accounting import check_all_used, converted, wanted
 from megagate.checkpoint.families import FAMILIES, family_named, holding, recognise
 from megagate.checkpoint.families.base import Family, Rule
+from megagate.checkpoint.families.megagate import MegagateFamily
+from megagate.checkpoint.families.settings import ignored_keys
 from megagate.checkpoint.huggingface import CONFIG, StoredTensor, WeightReader, WeightWriter, read_json
 from megagate.checkpoint.load import RELEASE, TRACKER, checkpoint_arguments
 from megagate.checkpoint.output_directory import complete_or_nothing
@@ -136,7 +138,10 @@ def import_checkpoint(
     reader = WeightReader(source)
     present = _without_dropped(reader.tensors, family, drop)
     dtype = _usual_dtype(present)
-    flags = described_model.recipe_flags(family.arguments(config), dtype, tokenizer_flags(source))
+    arguments = family.arguments(config)
+    if not isinstance(family, MegagateFamily) and (ignored := ignored_keys(config)):
+        print(f"config.json has keys that are ignored: {', '.join(ignored)}", file=sys.stderr, flush=True)
+    flags = described_model.recipe_flags(arguments, dtype, tokenizer_flags(source))
     args = described_model.complete_arguments(flags)
     rules = list(family.rules(args, config, present.keys()))
     state = described_model.model_state(args)

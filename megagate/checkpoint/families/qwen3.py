@@ -33,6 +33,7 @@ from megagate.errors import UserError
 from megagate.gate.config import GateConfig
 from megagate.model.pattern import DELTA_NET, EXPERTS
 
+LINEAR, FULL = "linear_attention", "full_attention"
 NO_WINDOW = "but a sliding window cannot be represented"
 
 
@@ -44,9 +45,13 @@ def check_attention(settings: Settings) -> None:
     """
     settings.require("attention_bias", False, "but a bias of o_proj alone cannot be represented")
     settings.require("use_sliding_window", False, NO_WINDOW)
-    kinds = set(settings.config.get("layer_types") or [])
+    kinds = settings.config.get("layer_types") or []
     if "sliding_attention" in kinds:
         raise UserError(f"config.json has layer_types with 'sliding_attention', {NO_WINDOW}")
+    if other := sorted(set(kinds) - {FULL, LINEAR}):
+        raise UserError(f"config.json has layer_types with {other[0]!r}, which cannot be represented")
+    if kinds and len(kinds) != (count := settings.get("num_hidden_layers")):
+        raise UserError(f"config.json has {len(kinds)} layer_types for {count} layers: give {count}")
 
 
 def check_no_delta_net(args: argparse.Namespace, family: str) -> None:
@@ -70,6 +75,9 @@ def expert_arguments(settings: Settings, normalized: bool, count: int, top_k: in
     """
     top_k = settings.get("num_experts_per_tok", top_k)
     dense, step = settings.get("mlp_only_layers", []), settings.get("decoder_sparse_step", 1)
+    count = settings.config.get("num_local_experts") or settings.get("num_experts", count)
+    if not count or not step:
+        raise UserError(f"config.json has num_experts {count} and decoder_sparse_step {step}, which must be positive")
     layers = range(settings.get("num_hidden_layers"))
     has_experts = [int(layer not in dense and (layer + 1) % step == 0) for layer in layers]
     if not any(has_experts):
@@ -77,7 +85,7 @@ def expert_arguments(settings: Settings, normalized: bool, count: int, top_k: in
     if top_k == 1 and normalized:
         raise UserError("config.json has one expert per token whose weight is always 1, for which Megatron has no way")
     return {
-        "num_experts": settings.config.get("num_local_experts") or settings.get("num_experts", count),
+        "num_experts": count,
         "moe_router_topk": top_k,
         "moe_ffn_hidden_size": settings.get("moe_intermediate_size", size),
         "moe_layer_freq": 1 if all(has_experts) else has_experts,
@@ -109,6 +117,8 @@ class Qwen3:
         """Return the model's arguments; see `Family`."""
         settings = Settings(config, self)
         check_attention(settings)
+        if LINEAR in (config.get("layer_types") or []):
+            raise UserError(f"config.json has layer_types with {LINEAR!r}, which the family {self.name} does not have")
         return {
             **decoder_arguments(settings),
             **rotary_arguments(settings),

@@ -13,7 +13,14 @@ from typing import Any
 
 from megagate.checkpoint.families.base import Rule, Weight
 from megagate.checkpoint.families.parts import equal, interleaved, mlp_rules
-from megagate.checkpoint.families.qwen3 import Qwen3, check_attention, expert_arguments, feed_forward_rules
+from megagate.checkpoint.families.qwen3 import (
+    FULL,
+    LINEAR,
+    Qwen3,
+    check_attention,
+    expert_arguments,
+    feed_forward_rules,
+)
 from megagate.checkpoint.families.settings import (
     ANY,
     GATE_KEYS,
@@ -30,7 +37,6 @@ from megagate.errors import UserError
 from megagate.gate.config import PRESETS
 from megagate.model.pattern import DELTA_NET, EXPERTS
 
-LINEAR, FULL = "linear_attention", "full_attention"
 LINEAR_SIZES = {
     "linear_conv_kernel_dim": 4,
     "linear_key_head_dim": 128,
@@ -187,8 +193,8 @@ class Qwen35Moe(Qwen3Next):
         text = config.get("text_config")
         if text is None:
             return super().arguments(config)
-        tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings"))
-        return super().arguments({**text, "model_type": config.get("model_type"), "tie_word_embeddings": tied})
+        outside = {key: config[key] for key in ("tie_word_embeddings", "quantization_config") if key in config}
+        return super().arguments({**text, **outside, "model_type": config.get("model_type")})
 
     def feed_forward_arguments(self, settings: Settings) -> dict[str, Any]:
         """Return the arguments of the routed experts, which all blocks have."""
@@ -223,17 +229,10 @@ class Qwen35Moe(Qwen3Next):
 
 
 def layer_types(settings: Settings) -> list[str]:
-    """Return the kind of attention of each block.
-
-    Raises:
-        UserError: there is another kind, or another number of blocks.
-    """
+    """Return the kind of attention of each block; `check_attention` has looked at those that are given."""
     count = settings.get("num_hidden_layers")
     interval = settings.get("full_attention_interval", 4)
-    kinds = settings.get("layer_types", [FULL if (layer + 1) % interval == 0 else LINEAR for layer in range(count)])
-    if not set(kinds) <= {LINEAR, FULL} or len(kinds) != count:
-        raise UserError(f"config.json has layer_types {kinds}: give {count} of {LINEAR} and {FULL}")
-    return kinds
+    return settings.get("layer_types", [FULL if (layer + 1) % interval == 0 else LINEAR for layer in range(count)])
 
 
 def delta_net_parts(args: argparse.Namespace, megatron: str) -> dict[str, Weight]:

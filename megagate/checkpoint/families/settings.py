@@ -17,6 +17,79 @@ from megagate.model.pattern import ATTENTION, BOUNDARY, DELTA_NET, DENSE, EXPERT
 GATE_KEYS = ("headwise_attn_output_gate", "elementwise_attn_output_gate")
 """The keys by which the official repository's models differ from those of transformers with the same model_type."""
 
+WITHOUT_COUNTERPART = (
+    "attention_multiplier",
+    "attention_out_bias",
+    "attention_sinks",
+    "attn_logit_softcapping",
+    "clip_qkv",
+    "dual_chunk_attention_config",
+    "embedding_multiplier",
+    "final_logit_softcapping",
+    "first_k_dense_replace",
+    "logit_scale",
+    "logits_scaling",
+    "mlp_bias",
+    "n_group",
+    "n_shared_experts",
+    "num_shared_experts",
+    "query_pre_attn_scalar",
+    "residual_multiplier",
+    "routed_scaling_factor",
+    "scale_depth",
+    "scale_emb",
+    "scoring_func",
+    "swiglu_limit",
+    "topk_group",
+)
+"""Keys by which other models, and forks of these, change what is computed; no family here has them."""
+
+WITHOUT_EFFECT = frozenset(
+    {
+        *("architectures", "dtype", "model_type", "torch_dtype", "transformers_version", "use_cache", "_name_or_path"),
+        *("bos_token_id", "eos_token_id", "pad_token_id", "id2label", "label2id", "problem_type", "is_encoder_decoder"),
+        *("initializer_range", "max_window_layers", "output_router_logits", "router_aux_loss_coef", "sliding_window"),
+        *("output_attentions", "output_hidden_states", "return_dict", "chunk_size_feed_forward", "vision_config"),
+        *(
+            "full_attention_interval",
+            "image_token_id",
+            "video_token_id",
+            "vision_start_token_id",
+            "vision_end_token_id",
+        ),
+        *("mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "language_model_only"),
+    }
+)
+"""Keys that do not change what a model computes, or only with another key that is read."""
+
+READ = frozenset(
+    {
+        *GATE_KEYS,
+        *("attention_bias", "attention_dropout", "attn_output_gate", "decoder_sparse_step", "head_dim", "hidden_act"),
+        *("hidden_size", "intermediate_size", "layer_types", "max_position_embeddings", "mlp_only_layers"),
+        *("moe_intermediate_size", "norm_topk_prob", "num_attention_heads", "num_experts", "num_experts_per_tok"),
+        *("num_hidden_layers", "num_key_value_heads", "num_local_experts", "partial_rotary_factor", "qkv_bias"),
+        *("quantization_config", "rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta", "text_config"),
+        *("shared_expert_intermediate_size", "tie_word_embeddings", "use_qk_norm", "use_sliding_window", "vocab_size"),
+        *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"),
+        *("linear_num_key_heads", "linear_num_value_heads"),
+        *("att_impl_type", "moe_layers_enum", "moe_num_experts", "moe_router_activation", "moe_router_scaling_factor"),
+        *("moe_top_k", "need_fp32_gate", "norm_expert_weight", "num_attention_groups", "num_nextn_predict_layers"),
+        *("partial_rotary_factors", "share_expert_dim", "swiglu_limits", "swiglu_limits_shared"),
+        *("use_head_wise_attn_gate", "use_moe_router_bias", "use_rope_layers", "yarn_only_types"),
+    }
+)
+"""Keys that a family converts or refuses."""
+
+
+def ignored_keys(config: dict[str, Any]) -> list[str]:
+    """Return the keys of a config.json, other than empty ones, of which no family knows what they mean."""
+    text = config.get("text_config") or {}
+    known = READ | WITHOUT_EFFECT
+    return sorted(
+        key for key, value in (config | text).items() if key not in known and value not in (None, False, [], {})
+    )
+
 
 class Settings:
     """The settings of a config.json.
@@ -76,6 +149,10 @@ def rotary_arguments(settings: Settings, partial: float | None = None) -> dict[s
     if kind != "default":
         raise UserError(f"config.json scales the rotary embedding (rope_type {kind!r}), which cannot be represented")
     theta = rope.get("rope_theta") or config.get("rope_theta") or 10000.0
+    if rope.get("factor", 1) not in (1, None):
+        raise UserError(
+            f"config.json has a factor for the rotary embedding, but rope_type {kind!r}: correct one of them"
+        )
     if theta != int(theta):
         raise UserError(f"config.json has rope_theta {theta}, but Megatron's --rotary-base is a whole number")
     share = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or partial or 1.0
@@ -106,6 +183,10 @@ def decoder_arguments(settings: Settings, groups: str = "num_key_value_heads") -
     settings.require("hidden_act", "silu", "but only silu, in a gated feed-forward layer, can be represented")
     if settings.config.get("quantization_config"):
         raise UserError("config.json has quantization_config: quantised weights cannot be converted, take the original")
+    for key in WITHOUT_COUNTERPART:
+        value = settings.config.get(key)
+        if value and (value is True or value != 1):
+            raise UserError(f"config.json has {key} {value!r}, which the family {settings.family} does not have")
     return {
         "num_layers": settings.get("num_hidden_layers"),
         "hidden_size": settings.get("hidden_size"),

@@ -16,6 +16,7 @@ from megagate.checkpoint.families.afmoe import Afmoe
 from megagate.checkpoint.families.official import Official
 from megagate.checkpoint.families.qwen3 import Qwen3, Qwen3Moe
 from megagate.checkpoint.families.qwen3_next import Qwen3Next, Qwen35Moe
+from megagate.checkpoint.families.settings import READ, WITHOUT_COUNTERPART, WITHOUT_EFFECT, ignored_keys
 from megagate.checkpoint.families.step import Step
 from megagate.errors import UserError
 from tests.checkpoint.families.conversion import apply
@@ -30,12 +31,15 @@ def default(kind: type) -> dict[str, Any]:
     return json.loads(kind().to_json_string(use_diff=False))
 
 
+KINDS = {
+    "qwen3": Qwen3Config,
+    "qwen3_moe": Qwen3MoeConfig,
+    "qwen3_next": Qwen3NextConfig,
+    "qwen3_5_moe": Qwen3_5MoeTextConfig,
+}
 CONFIGS = {
-    "qwen3": default(Qwen3Config),
-    "qwen3_moe": default(Qwen3MoeConfig),
+    **{name: default(kind) for name, kind in KINDS.items()},
     "official": ELEMENTWISE,
-    "qwen3_next": default(Qwen3NextConfig),
-    "qwen3_5_moe": default(Qwen3_5MoeTextConfig),
     "step3p5": STEP,
     "afmoe": default(AfmoeConfig),
 }
@@ -144,7 +148,18 @@ IMPORTS = [
     ("qwen3", {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "differ by layer"),
     ("qwen3", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
     ("qwen3", {"quantization_config": {"quant_method": "fp8"}}, "quantised weights"),
+    ("qwen3", {"rope_scaling": {"factor": 4.0}}, "a factor for the rotary embedding"),
     ("qwen3", {"vocab_size": None}, "no vocab_size"),
+    ("qwen3", {"layer_types": ["chunked_attention"] * 32}, "'chunked_attention'"),
+    ("qwen3", {"layer_types": ["linear_attention"] * 32}, "'linear_attention'"),
+    ("qwen3", {"layer_types": ["full_attention"] * 31}, "31 layer_types for 32"),
+    *[
+        ("qwen3", {key: value}, f"{key} ")
+        for key, value in {"final_logit_softcapping": 30.0, "mlp_bias": True, "logits_scaling": 8.0}.items()
+    ],
+    ("qwen3_moe", {"routed_scaling_factor": 2.5}, "routed_scaling_factor 2.5"),
+    ("qwen3_moe", {"num_experts": 0, "num_local_experts": 0}, "num_experts 0"),
+    ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step 0"),
     ("qwen3_moe", {"norm_topk_prob": True, "num_experts_per_tok": 1}, "one expert per token"),
     ("qwen3_moe", {"mlp_only_layers": list(range(24))}, "leave no layer"),
     ("official", {"headwise_attn_output_gate": True}, "both headwise_attn_output_gate and elementwise"),
@@ -152,6 +167,7 @@ IMPORTS = [
     ("qwen3_next", {"attn_output_gate": False}, "attn_output_gate False"),
     ("qwen3_next", {"layer_types": ["mamba"] * 48}, "layer_types"),
     ("qwen3_next", {"layer_types": ["full_attention"]}, "give 48"),
+    ("qwen3_5_moe", {"text_config": CONFIGS["qwen3_5_moe"], "quantization_config": {"a": 1}}, "quantised weights"),
     ("qwen3_5_moe", {"attention_bias": True}, "attention_bias True"),
     ("step3p5", {"layer_types": ["full_attention", "sliding_attention"]}, "'sliding_attention'"),
     ("step3p5", {"swiglu_limits": [0.0, 7.0]}, "swiglu_limits"),
@@ -264,6 +280,113 @@ def test_defaults_are_those_of_transformers(name: str) -> None:
     for key in config.keys() - NEEDED:
         rest = {other: value for other, value in config.items() if other != key}
         assert BY_NAME[name].arguments(rest) == expected, key
+
+
+class Recorded(dict):
+    """A config that remembers which of its keys are asked for."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__(config)
+        self.read: set[str] = set()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.read.add(key)
+        return super().get(key, default)
+
+    def __getitem__(self, key: str) -> Any:
+        self.read.add(key)
+        return super().__getitem__(key)
+
+
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name != "afmoe"])
+def test_each_key_is_read_or_without_effect(name: str) -> None:
+    """Whatever transformers or the released files may say of a model; and what is known is really looked at."""
+    config = Recorded(CONFIGS[name])
+    BY_NAME[name].arguments(config)
+    assert config.read <= READ | WITHOUT_EFFECT | set(WITHOUT_COUNTERPART)
+    assert config.keys() <= config.read | WITHOUT_EFFECT
+    assert not ignored_keys(config)
+
+
+def test_unknown_keys_are_named() -> None:
+    assert ignored_keys({**CONFIGS["qwen3"], "auto_map": {"AutoModel": "a.B"}, "surprise": 1, "empty": None}) == [
+        "auto_map",
+        "surprise",
+    ]
+    assert ignored_keys({"model_type": "qwen3_5_moe", "text_config": {"surprise": 1}}) == ["surprise"]
+
+
+# config.json of the released files, with fewer and smaller layers.
+RELEASED_QWEN3: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "head_dim": 8,
+    "hidden_act": "silu",
+    "hidden_size": 32,
+    "initializer_range": 0.02,
+    "intermediate_size": 48,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 28,
+    "model_type": "qwen3",
+    "num_attention_heads": 8,
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.51.0",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 96,
+}
+RELEASED_MOE = {
+    **RELEASED_QWEN3,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "tie_word_embeddings": False,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": True,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "output_router_logits": False,
+    "router_aux_loss_coef": 0.001,
+}
+RELEASED_NEXT = {
+    **{key: value for key, value in RELEASED_MOE.items() if key not in ("sliding_window", "max_window_layers")},
+    "architectures": ["Qwen3NextForCausalLM"],
+    "model_type": "qwen3_next",
+    "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 8,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_value_head_dim": 8,
+    "partial_rotary_factor": 0.25,
+    "rope_theta": 10000000,
+    "shared_expert_intermediate_size": 16,
+    "head_dim": 16,
+}
+
+
+@pytest.mark.parametrize(
+    "config", [RELEASED_QWEN3, RELEASED_MOE, RELEASED_NEXT], ids=lambda config: config["model_type"]
+)
+def test_released_configs(config: dict[str, Any]) -> None:
+    """They are in the form of transformers 4, and mean what transformers 5 makes of them."""
+    family, kind = BY_NAME[config["model_type"]], KINDS[config["model_type"]]
+    understood = json.loads(kind.from_dict(config).to_json_string(use_diff=False))
+    arguments = family.arguments(config)
+    assert arguments == family.arguments(understood)
+    assert arguments["rotary_base"] == config["rope_theta"]
+    assert not ignored_keys(config)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
