@@ -25,6 +25,7 @@ def read_description() -> str:
 GDN = ["flash-linear-attention"]
 MUON = ["emerging-optimizers"]
 PLOT = ["matplotlib"]
+TIKTOKEN = ["tiktoken"]
 ZSTD = ["backports.zstd"]
 
 setup(
@@ -55,11 +56,13 @@ setup(
         "gdn": GDN,
         "muon": MUON,
         "plot": PLOT,
+        "tiktoken": TIKTOKEN,
         "zstd": ZSTD,
         "dev": [
             *GDN,
             *MUON,
             *PLOT,
+            *TIKTOKEN,
             *ZSTD,
             "hypothesis",
             "mypy",

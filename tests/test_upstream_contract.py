@@ -23,6 +23,7 @@ import torch.distributed.checkpoint
 import torch.utils._device
 from emerging_optimizers.orthogonalized_optimizers import AdaptiveMuon
 from megatron.core import optimizer as megatron_optimizer
+from megatron.core.datasets.gpt_dataset import GPTDataset
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.core.dist_checkpointing import gpt_checkpoint_interop
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
@@ -32,6 +33,7 @@ from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_submodules
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
+from megatron.core.models.hybrid import hybrid_layer_specs
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
 from megatron.core.optimizer import get_standard_config_overrides
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -332,12 +334,25 @@ def test_checkpoint_names_and_warm_start() -> None:
     assert "(not args.finetune or gpt_compat_load_optim)" in loading  # why fit.py sets no_load_optim
     fields = {field.name for field in dataclasses.fields(gpt_checkpoint_interop.GPTCompatLayerMaps)}
     assert fields == {"attention_to_gpt", "mlp_to_gpt", "fresh_init", "num_gpt_layers"}
-    assert get_gpt_layer_local_submodules().sharded_state_dict_keys_map == dict(NORM_NAMES)
+    fused = set(get_gpt_layer_local_submodules().sharded_state_dict_keys_map.items())
+    assert fused < set(NORM_NAMES)
+    assert set(NORM_NAMES) - fused == {("input_layernorm.", "self_attention.in_proj.layer_norm_")}
+    assert "in_proj=TELayerNormColumnParallelLinear" in source(hybrid_layer_specs)
     names = [field.name for field in dataclasses.fields(ShardedTensorFactory)]
     assert names[:5] == ["key", "data", "build_fn", "merge_fn", "replica_id"]
     assert {"key", "data", "rank_offsets", "replica_id", "prepend_axis_num"} <= parameters(
         ShardedTensor.from_rank_offsets
     )
+
+
+def test_datasets() -> None:
+    """megagate/pretrain/datasets.py builds the index cache itself, and drops what only the building of it reads."""
+    building = source(GPTDataset._build_document_sample_shuffle_indices)
+    epoch = source(GPTDataset._get_num_tokens_per_epoch)
+    uses = building.count("self.indices") + epoch.count("self.indices")
+    assert source(GPTDataset).count("self.indices") == uses == 2
+    for name in ("description.txt", "document_index.npy", "sample_index.npy", "shuffle_index.npy"):
+        assert f'get_path_to("{name}")' in building
 
 
 def test_checkpoint_load() -> None:

@@ -77,6 +77,12 @@ class CheckedGPTDataset(GPTDataset):
 
     config: DatasetConfig
 
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.indices: numpy.ndarray = self.indices[
+            :0
+        ].copy()  # the documents by number: read to build the index, never after
+
     @staticmethod
     def _key_config_attributes() -> list[str]:
         return [*GPTDataset._key_config_attributes(), "fingerprints"]

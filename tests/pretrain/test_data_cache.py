@@ -41,6 +41,7 @@ def samples(rank: int, prefix: Path, caches: list[Path]) -> list[list[int]]:
         create_attention_mask=False,
     )
     train = BlendedMegatronDatasetBuilder(CheckedGPTDataset, [50, 0, 0], lambda: True, config).build()[0]
+    assert len(train.indices) == 0  # a number per document, in every process, would be all that it owns
     return [train[index]["tokens"].tolist() for index in range(50)]
 
 

@@ -193,7 +193,9 @@ class Qwen35Moe(Qwen3Next):
         text = config.get("text_config")
         if text is None:
             return super().arguments(config)
-        outside = {key: config[key] for key in ("tie_word_embeddings", "quantization_config") if key in config}
+        outside: dict[str, Any] = {
+            key: config[key] for key in ("tie_word_embeddings", "quantization_config") if key in config
+        }
         return super().arguments({**text, **outside, "model_type": config.get("model_type")})
 
     def feed_forward_arguments(self, settings: Settings) -> dict[str, Any]:
