@@ -9,6 +9,7 @@ import codecs
 import contextlib
 import glob
 import gzip
+import hashlib
 import json
 import os
 import sys
@@ -45,6 +46,13 @@ class Batch:
     def size(self) -> int:
         """Bytes of raw input (after decompression) in this batch."""
         return sum(map(len, self.records))
+
+    def digest(self) -> bytes:
+        """Return what tells these records from others."""
+        digest = hashlib.sha256(self.source.encode())
+        for record in self.records:
+            digest.update(record)
+        return digest.digest()
 
 
 @dataclass(frozen=True)

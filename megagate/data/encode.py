@@ -34,6 +34,8 @@ class EncodedBatch:
     """One per JSON key."""
     bad: list[BadRecord]
     bytes_read: int
+    digest: bytes
+    """Of the batch."""
 
 
 class Encoder:
@@ -73,7 +75,9 @@ class Encoder:
         for position, reason in refused.items():
             bad.append(BadRecord(batch.source, lines[position], f"the tokenizer cannot encode it ({reason})"))
         bad.sort(key=lambda one: one.line)
-        return EncodedBatch([self._finish(ids, lengths, kept) for ids, lengths in encoded], bad, batch.size)
+        return EncodedBatch(
+            [self._finish(ids, lengths, kept) for ids, lengths in encoded], bad, batch.size, batch.digest()
+        )
 
     def _encode(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray, dict[int, str]]:
         """Tokenize `texts`.

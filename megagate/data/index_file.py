@@ -113,6 +113,21 @@ def first_inconsistency(index: Index) -> str | None:
     return None
 
 
+def write_index_of_lengths(file: BinaryIO, code: int, lengths: np.ndarray) -> None:
+    """Write the index of a dataset whose documents have one sequence each, of `lengths` int32 [documents] tokens."""
+    count = len(lengths)
+    file.write(HEADER.pack(MAGIC, VERSION, code, count, count + 1))
+    for _, chunk in chunks(lengths):
+        file.write(chunk.tobytes())
+    pointer = 0
+    for _, chunk in chunks(lengths):
+        ends = pointer + np.cumsum(chunk, dtype=np.int64) * ITEM_BYTES[code]
+        file.write(np.concatenate([[pointer], ends[:-1]]).astype("<i8").tobytes())
+        pointer = int(ends[-1])
+    for start in range(0, count + 1, CHUNK):
+        file.write(np.arange(start, min(start + CHUNK, count + 1), dtype="<i8").tobytes())
+
+
 def write_index(file: BinaryIO, code: int, parts: Sequence[Index]) -> None:
     """Write the index of a dataset with the documents of `parts`, none of which has an inconsistency, in turn."""
     sequences = sum(len(part.lengths) for part in parts)

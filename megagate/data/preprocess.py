@@ -7,8 +7,9 @@ writes data/corpus_text_document.bin and .idx; train with `--data-path data/corp
 of Megatron's own tool. What differs: the bytes never depend on `--workers`, a bad record is reported with its file and
 line, a dead worker is an error and not a hang, and the output appears only when it is whole.
 
-Memory: `ITEMS_PER_WORKER` batches of about 1 MiB per worker, and 12 bytes per document for the index (about 60 for
-a moment at the end, inside Megatron's index writer).
+A job that is interrupted after `SAVE_SECONDS` or more goes on where it was when the same command is given again.
+
+Memory: `ITEMS_PER_WORKER` batches of about 1 MiB per worker, whatever the number of documents.
 """
 
 import argparse
@@ -19,71 +20,19 @@ import signal
 import sys
 import threading
 import time
-from array import array
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from megagate.data.corpus import BadRecordPolicy, expand_inputs, is_text_file, read_batches
-from megagate.data.encode import EncodedTexts, Encoder
+from megagate.data.encode import Encoder
 from megagate.data.parallel import map_in_order
-from megagate.data.tokenizer import add_tokenizer_arguments, build_tokenizer, quiet
+from megagate.data.tokenizer import add_tokenizer_arguments, build_tokenizer, describe_tokenizer
+from megagate.data.unfinished import Job
 from megagate.errors import UserError
 
 PROGRESS_SECONDS = 10.0
 MAXIMUM_DEFAULT_WORKERS = 16
-
-
-class PendingDataset:
-    """A dataset being written under temporary names next to its final ones."""
-
-    def __init__(self, prefix: str, dtype: np.dtype) -> None:
-        with quiet():
-            from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-        self.prefix = prefix
-        self.tokens = 0
-        self.documents = 0
-        self.empty = 0
-        self.cut = 0
-        self._temporary = f"{prefix}.partial-{os.getpid()}"
-        os.makedirs(os.path.dirname(prefix) or ".", exist_ok=True)
-        self._builder = IndexedDatasetBuilder(self._temporary + ".bin", dtype=dtype.type)
-        self._builder.sequence_lengths = array("i")  # 4 and 8 bytes per document instead of a Python int each
-        self._builder.document_indices = array("q", [0])
-
-    def add(self, texts: EncodedTexts) -> None:
-        """Append documents in order."""
-        if len(texts.lengths):  # one write for all: add_document ends the last document, the others are ended here
-            ends = self.documents + np.arange(1, len(texts.lengths))
-            self._builder.document_indices.frombytes(ends.tobytes())
-            self._builder.add_document(texts.tokens, texts.lengths)
-        self.tokens += len(texts.tokens)
-        self.documents += len(texts.lengths)
-        self.empty += texts.empty
-        self.cut += texts.cut
-
-    def finish(self) -> None:
-        """Write the index and make both files durable, still under their temporary names."""
-        self._builder.finalize(self._temporary + ".idx")
-        for suffix in (".bin", ".idx"):
-            with open(self._temporary + suffix, "rb") as stream:
-                os.fsync(stream.fileno())
-
-    def publish(self) -> None:
-        """Give both files their final names; at no moment does an index stand beside another dataset's tokens."""
-        if os.path.exists(self.prefix + ".idx"):
-            os.remove(self.prefix + ".idx")
-        os.replace(self._temporary + ".bin", self.prefix + ".bin")
-        os.replace(self._temporary + ".idx", self.prefix + ".idx")
-
-    def discard(self) -> None:
-        """Remove whatever still has a temporary name."""
-        with contextlib.suppress(OSError):  # a full disk fails again when the last buffer is flushed
-            self._builder.data_file.close()
-        for suffix in (".bin", ".idx"):
-            if os.path.exists(self._temporary + suffix):
-                os.remove(self._temporary + suffix)
 
 
 class Progress:
@@ -153,6 +102,7 @@ def preprocess(
     workers: int = 1,
     log_interval: int = 10000,
     overwrite: bool = False,
+    restart: bool = False,
     on_bad_line: str = "fail",
 ) -> dict[str, Any]:
     """Tokenize `inputs` into one dataset per JSON key and return the counts.
@@ -165,6 +115,7 @@ def preprocess(
             are documents of their own; only the last gets the end-of-document token, which counts as one token.
         workers: processes that tokenize; the output does not depend on it.
         log_interval: documents between progress lines.
+        restart: begin anew where an interrupted job could be continued.
         on_bad_line: "fail" or "skip".
 
     Returns:
@@ -173,7 +124,8 @@ def preprocess(
         `empty_documents` and `cut_documents`.
 
     Raises:
-        UserError: bad input or output; then no output file is left or changed.
+        UserError: bad input or output; then no output file is left or changed. What a long job has done is kept in
+            OUTPUT_PREFIX_unfinished, and the next call with the same arguments goes on from there.
     """
     paths = check_job(inputs, output_prefix, json_keys, overwrite)
     policy = BadRecordPolicy(on_bad_line)
@@ -181,40 +133,44 @@ def preprocess(
         raise UserError(f"--max-document-tokens must be at least 2, not {max_document_tokens}")
     encoder = Encoder(tokenizer, json_keys, append_eod, max_document_tokens)
     progress = Progress(max(log_interval, 1))
-    datasets: list[PendingDataset] = []
+    asked = {
+        "inputs": paths,
+        "tokenizer": describe_tokenizer(tokenizer),
+        "json_keys": list(json_keys),
+        "append_eod": append_eod,
+        "max_document_tokens": max_document_tokens,
+        "on_bad_line": on_bad_line,
+    }
+    prefixes = output_prefixes(output_prefix, json_keys)
     try:
-        for prefix in output_prefixes(output_prefix, json_keys):
-            datasets.append(PendingDataset(prefix, encoder.dtype))
-        with contextlib.closing(map_in_order(encoder, read_batches(paths), workers)) as batches:
-            for batch in batches:
-                for bad in batch.bad:
-                    policy.handle(bad)
-                for dataset, texts in zip(datasets, batch.texts, strict=True):
-                    dataset.add(texts)
-                progress.update(batch.bytes_read, datasets[0].documents, sum(dataset.tokens for dataset in datasets))
-        for dataset, key in zip(datasets, json_keys, strict=True):
-            if not dataset.documents:
-                raise UserError(
-                    f"nothing to write: no document has text under {key!r} "
-                    f"({dataset.empty} empty, {policy.skipped} malformed records skipped)"
-                )
-            dataset.finish()
-        for dataset in datasets:
-            dataset.publish()
+        with Job(Path(f"{output_prefix}_unfinished"), asked, encoder.dtype, len(json_keys), restart) as job:
+            progress.bytes_read, policy.skipped = job.bytes_read, job.malformed
+            with contextlib.closing(map_in_order(encoder, job.remaining(read_batches(paths)), workers)) as batches:
+                for batch in batches:
+                    for bad in batch.bad:
+                        policy.handle(bad)
+                    job.add(batch.texts, batch.digest, batch.bytes_read, len(batch.bad))
+                    counts = [dataset.counts for dataset in job.datasets]
+                    progress.update(batch.bytes_read, counts[0].documents, sum(one.tokens for one in counts))
+            counts = [dataset.counts for dataset in job.datasets]
+            for one, key in zip(counts, json_keys, strict=True):
+                if not one.documents:
+                    raise UserError(
+                        f"nothing to write: no document has text under {key!r} "
+                        f"({one.empty} empty, {policy.skipped} malformed records skipped)"
+                    )
+            job.publish(prefixes)
     except OSError as error:
         raise UserError(f"cannot write {output_prefix}_*_document: {error.strerror or error}") from error
-    finally:
-        for dataset in datasets:
-            dataset.discard()
     return {
         "datasets": {
-            dataset.prefix: {
-                "documents": dataset.documents,
-                "tokens": dataset.tokens,
-                "empty_documents": dataset.empty,
-                "cut_documents": dataset.cut,
+            prefix: {
+                "documents": one.documents,
+                "tokens": one.tokens,
+                "empty_documents": one.empty,
+                "cut_documents": one.cut,
             }
-            for dataset in datasets
+            for prefix, one in zip(prefixes, counts, strict=True)
         },
         "malformed_records": policy.skipped,
         "bytes_read": progress.bytes_read,
@@ -260,6 +216,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--log-interval", type=_positive, default=10000, help="documents per progress line (10000)")
     parser.add_argument("--on-bad-line", choices=("fail", "skip"), default="fail", help="for malformed lines (fail)")
     parser.add_argument("--overwrite", action="store_true", help="replace existing output")
+    parser.add_argument("--restart", action="store_true", help="begin anew instead of going on with unfinished work")
     parser.add_argument("--write-summary", action="store_true", help="also write OUTPUT_PREFIX_summary.json")
     tokenizer_names = add_tokenizer_arguments(parser)
     options = parser.parse_args(arguments)
@@ -282,6 +239,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         workers=options.workers,
         log_interval=options.log_interval,
         overwrite=options.overwrite,
+        restart=options.restart,
         on_bad_line=options.on_bad_line,
     )
     if summary_path:

@@ -10,6 +10,7 @@ The result has `tokenize(text) -> list[int]`, `detokenize(ids) -> str`, `vocab_s
 
 import argparse
 import contextlib
+import hashlib
 import importlib.util
 import logging
 import os
@@ -127,6 +128,21 @@ def batch_encoder(tokenizer: Any) -> Callable[[list[str]], Sequence[Any]]:
     if kind is TikToken:
         return lambda texts: library.encode_batch(texts, num_threads=1, allowed_special="all")
     return one_by_one
+
+
+def describe_tokenizer(tokenizer: Any) -> str:
+    """Return a text that tells this tokenizer from others: its kind, its vocabulary's size, and tokens of a sample.
+
+    The same file at another path gives the same text.
+    """
+    sample = "The quick brown fox, 1234 Grüße: def f(x):\n\treturn x"
+    try:
+        tokens = tokenizer.tokenize(sample)
+    except ValueError:  # a tokenizer of numbers
+        tokens = []
+    digest = hashlib.sha256(repr(list(tokens)).encode()).hexdigest()[:16]
+    kind = type(getattr(tokenizer, "tokenizer", tokenizer)).__name__
+    return f"{kind} with {tokenizer.vocab_size} tokens, {digest}"
 
 
 def _check(tokenizer_type: str, tokenizer_model: str | None, options: dict[str, Any]) -> None:

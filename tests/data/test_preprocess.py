@@ -1,9 +1,9 @@
 """Datasets hold exactly the documents, do not depend on the number of workers, and appear whole or not at all."""
 
-import errno
 import json
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -211,14 +211,20 @@ def test_output_that_cannot_be_written(numbers, tmp_path):
         preprocess([path], str(tmp_path / "file" / "out"), numbers)
 
 
-def test_a_full_disk_leaves_nothing(numbers, tmp_path, monkeypatch):
-    def full(self):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(module.PendingDataset, "finish", full)
-    path = write_lines(tmp_path / "in.jsonl", [{"text": "1"}])
-    with pytest.raises(UserError, match=r"cannot write .*: No space left on device"):
-        preprocess([path], str(tmp_path / "out"), numbers)
+def test_a_full_disk_leaves_nothing(tmp_path):
+    """A limit on the size of files stands for it: the write fails in the same place."""
+    path = write_lines(tmp_path / "in.jsonl", [{"text": " ".join(["7"] * 1000)}] * 50)
+    arguments = ["--input", path, "--output-prefix", tmp_path / "out", "--tokenizer-type", "NullTokenizer"]
+    finished = subprocess.run(
+        [*command(*arguments, "--vocab-size", 1000, "--workers", 1)],
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (50000, 50000)),
+        capture_output=True,
+        text=True,
+        env=ENVIRONMENT,
+        check=False,
+    )
+    assert finished.returncode == 2
+    assert re.fullmatch(r"error: cannot write .*out_\*_document: File too large\n", finished.stderr)
     assert os.listdir(tmp_path) == ["in.jsonl"]
 
 
@@ -319,7 +325,7 @@ def test_an_interrupted_command_ends_at_once_and_leaves_nothing(sent, tmp_path):
     deadline = time.monotonic() + 60
     while not os.listdir(tmp_path) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert [name.rsplit("-")[0] for name in os.listdir(tmp_path)] == ["out_text_document.partial"]
+    assert [name.rsplit("-")[0] for name in os.listdir(tmp_path)] == ["out_unfinished"]
     if sent == signal.SIGINT:
         os.killpg(process.pid, sent)  # a terminal sends Ctrl-C to the workers too
     else:
