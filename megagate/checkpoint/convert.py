@@ -135,6 +135,8 @@ def import_checkpoint(
     """
     config = read_json(source / CONFIG)
     family = recognise(config, family_name)
+    if not family.recognises(config):
+        config["model_type"] = getattr(family, "model_types", (family.name,))[-1]
     reader = WeightReader(source)
     present = _without_dropped(reader.tensors, family, drop)
     dtype = _usual_dtype(present)
@@ -143,13 +145,15 @@ def import_checkpoint(
         print(f"config.json has keys that are ignored: {', '.join(ignored)}", file=sys.stderr, flush=True)
     flags = described_model.recipe_flags(arguments, dtype, tokenizer_flags(source))
     args = described_model.complete_arguments(flags)
+    if isinstance(family, MegagateFamily):
+        family.check_understood(config, args)
     rules = list(family.rules(args, config, present.keys()))
     state = described_model.model_state(args)
     check_all_used(wanted(rules, "hf"), present, str(source), "leave it out with --drop, if the model does not need it")
     _check_megatron(rules, state.tensors, args.tokenizer_vocab_size, "Megatron's model")
     made = converted(rules, "hf", present, str(source))
     summary = Summary(family.name, tensors=len(made))
-    with complete_or_nothing(out, (TRACKER,), overwrite) as staging:
+    with complete_or_nothing(out, (TRACKER,), overwrite, (source,)) as staging:
         checkpoint = staging / RELEASE
         checkpoint.mkdir()
         writer = torch_dist.TensorWriter(checkpoint)
@@ -223,7 +227,7 @@ def export_checkpoint(
     if dtype is not None:
         made = {name: StoredTensor(tensor.shape, dtype) for name, tensor in made.items()}
     summary = Summary(family.name, tensors=len(made))
-    with complete_or_nothing(out, (CONFIG,), overwrite) as staging:
+    with complete_or_nothing(out, (CONFIG,), overwrite, (checkpoint,)) as staging:
         writer = WeightWriter(staging, made, max_shard_size)
         progress = Progress(sum(tensor.nbytes for tensor in made.values()))
         with Writing(writer.write, progress) as write:

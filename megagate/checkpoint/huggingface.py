@@ -6,10 +6,12 @@ writes a file whole. Here a tensor is read into memory of its own, a few times a
 dtypes are known beforehand, the header is written before data that do not exist yet.
 """
 
+import itertools
 import json
 import math
 import pickle
 import struct
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
@@ -100,7 +102,7 @@ class WeightReader:
             path = self.directory / file
             try:
                 self._opened = file, (_PickledTensors if file.endswith(".bin") else _Safetensors)(path)
-            except (OSError, RuntimeError, ValueError, EOFError) as error:
+            except (OSError, RuntimeError, ValueError, TypeError, EOFError) as error:
                 raise UserError(f"cannot read {path}: {reason(error)}") from error
             except pickle.UnpicklingError as error:
                 raise UserError(
@@ -123,17 +125,30 @@ class _Safetensors:
         (length,) = struct.unpack("<Q", self._file.read(8).ljust(8, b"\xff"))
         if length > size - 8:
             raise ValueError("it is no safetensors file, or is cut off")
-        header = json.loads(self._file.read(length))
-        header.pop("__metadata__", None)
+        header = json.loads(self._file.read(length), object_pairs_hook=_without_duplicates)
+        if not isinstance(header, dict):
+            raise ValueError("its header is no JSON object")
         self.tensors: dict[str, StoredTensor] = {}
         self._start: dict[str, int] = {}
+        places: list[tuple[int, int, str]] = []
         for name, entry in header.items():
-            start, end = entry["data_offsets"]
-            tensor = StoredTensor(tuple(entry["shape"]), DTYPES.get(entry["dtype"]))
-            if not 0 <= start <= end <= size - 8 - length or (tensor.dtype and end - start != tensor.nbytes):
+            if name == "__metadata__":
+                continue
+            try:
+                (start, end), shape, dtype = entry["data_offsets"], tuple(entry["shape"]), DTYPES.get(entry["dtype"])
+            except (KeyError, TypeError) as error:
+                raise ValueError(f"its header does not describe {name}") from error
+            tensor = StoredTensor(shape, dtype)
+            fits = 0 <= start <= end <= size - 8 - length and min(shape, default=0) >= 0
+            if not fits or (dtype and end - start != tensor.nbytes):
                 raise ValueError(f"it is cut off, or its header does not fit {name}")
             self.tensors[name] = tensor
             self._start[name] = 8 + length + start
+            places.append((start, end, name))
+        places.sort()
+        for (_, end, first), (start, _, second) in itertools.pairwise(places):
+            if start != end:
+                raise ValueError(f"{first} and {second} overlap or have a gap between them")
 
     def read(self, name: str, index: int | None) -> Tensor:
         stored = self.tensors[name]
@@ -149,6 +164,15 @@ class _Safetensors:
 
     def close(self) -> None:
         self._file.close()
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object, of whose entries of the same name Python would take the last."""
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"it holds {twice} twice")
+    return result
 
 
 class _PickledTensors:
@@ -191,7 +215,9 @@ def _weight_files(directory: Path) -> tuple[list[str], dict[str, str]]:
                 raise UserError(f"{index_file} has no weight_map of tensor names to files")
             for name, file in index.items():
                 path = PurePosixPath(file)
-                if path.is_absolute() or ".." in path.parts or "\\" in file:
+                leaves = path.is_absolute() or ".." in path.parts or "\\" in file
+                folder = (directory / file).parent.resolve()  # files themselves are links in the cache of transformers
+                if leaves or not folder.is_relative_to(directory.resolve()):
                     raise UserError(f"{index_file} has {name} in {file!r}, outside its directory: it is not read")
             return sorted(set(index.values())), index
         if (directory / single).is_file():

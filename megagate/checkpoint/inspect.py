@@ -125,8 +125,15 @@ def pieces(reader: Reader, name: str) -> Iterator[Tensor]:
     stored = reader.tensors[name]
     if stored.dtype is None:
         raise UserError(f"{name} is in a data type other than fp32, bf16 and fp16")
+    if not math.prod(stored.shape):
+        return
     for index in range(stored.shape[0]) if len(stored.shape) == 3 else [None]:
         yield reader.read(name, index).float()
+
+
+def largest_finite(tensor: Tensor) -> float:
+    """Return the largest absolute value, NaN and infinity left aside; 0 if there is none."""
+    return float(tensor.abs().nan_to_num(nan=0.0, posinf=0.0).max())
 
 
 def show_tensors(reader: Reader) -> int:
@@ -137,7 +144,7 @@ def show_tensors(reader: Reader) -> int:
         squares, largest, wrong = 0.0, 0.0, 0
         for piece in pieces(reader, name):
             squares += float(torch.linalg.vector_norm(piece, dtype=torch.float64)) ** 2
-            largest = max(largest, float(piece.abs().max())) if piece.numel() else largest
+            largest = max(largest, largest_finite(piece))
             wrong += int((~piece.isfinite()).sum())
         bad += bool(wrong)
         print(f"{math.sqrt(squares):12.5g}{largest:12.5g}{wrong:12}  {name} {list(stored.shape)}")
@@ -157,13 +164,15 @@ def differences(first: Reader, second: Reader) -> Iterator[str]:
             yield f"{name}: {stored.dtype} {list(stored.shape)} in A, {other.dtype} {list(other.shape)} in B"
         if stored.shape != other.shape:
             continue
-        largest, scale = 0.0, 0.0
+        differ, largest, scale = False, 0.0, 0.0
         for a, b in zip(pieces(first, name), pieces(second, name), strict=True):
-            if not torch.equal(a, b):
-                difference = (a - b).abs().max()
+            other_bits = a.view(torch.int32) != b.view(torch.int32)
+            if other_bits.any():
+                differ = True
+                difference = (a - b)[other_bits].abs().max()
                 largest = max(largest, float(difference)) if not difference.isnan() else math.nan
-            scale = max(scale, float(a.abs().max()))
-        if largest != 0:
+            scale = max(scale, largest_finite(a))
+        if differ:
             yield f"{name}: differs by {largest:.3g}, {largest / max(scale, 1e-30):.1e} of the largest"
 
 

@@ -260,6 +260,15 @@ def leave_the_directory(directory: Path) -> None:
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
+def leave_by_a_link(directory: Path) -> None:
+    outside = directory.parent / "outside"
+    outside.mkdir()
+    (directory / "model.safetensors").rename(outside / "model.safetensors")
+    (directory / "link").symlink_to(outside)
+    index = {"weight_map": {NAME: "link/model.safetensors"}}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
 def write_twice(directory: Path) -> None:
     tensors = load_file(directory / "model.safetensors")
     save_file({NAME: tensors[NAME]}, directory / "second.safetensors")
@@ -294,6 +303,7 @@ def pickle_a_program(directory: Path) -> None:
         (change_config(model_type="llama"), "none of the families qwen3, "),
         (change_config(rope_scaling={"type": "yarn", "factor": 4.0}), "scales the rotary embedding"),
         (leave_the_directory, "outside its directory"),
+        (leave_by_a_link, "outside its directory"),
         (write_twice, f"has {NAME} twice"),
         (cut_off, "cut off"),
         (pickle_a_program, "could run code"),
@@ -313,6 +323,19 @@ def test_of_another_family(hugging_face: HuggingFace, tmp_path: Path) -> None:
     out = tmp_path / "ckpt"
     (output,) = run(f"import --hf {hugging_face('official-elementwise')} --out {out} --family qwen3_next")
     assert output.startswith("error: ") and "official" in output and not out.exists()
+
+
+def test_a_family_by_name(copy: Path, imported: HuggingFace, tmp_path: Path) -> None:
+    """A config that no family recognises is read as the one that is named; what that does not know is said."""
+    change_config(model_type="fork", surprise=1)(copy)
+    outputs = run(
+        f"import --hf {copy} --out {tmp_path / 'ckpt'}",
+        f"import --hf {copy} --out {tmp_path / 'ckpt'} --family qwen3",
+        f"inspect --diff {imported('qwen3')} {tmp_path / 'ckpt'}",
+    )
+    assert "none of the families" in outputs[0]
+    assert "keys that are ignored: surprise" in outputs[1]
+    assert "bit for bit" in outputs[2]
 
 
 def test_left_out_by_name(copy: Path, imported: HuggingFace, tmp_path: Path) -> None:

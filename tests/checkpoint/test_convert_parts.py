@@ -1,5 +1,10 @@
 """The parts of a conversion: accounting, files of tensors, tokenizers."""
 
+import json
+import os
+import signal
+import struct
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +15,7 @@ import torch
 from megagate.checkpoint.accounting import converted, wanted
 from megagate.checkpoint.families.base import Rule, Weight
 from megagate.checkpoint.huggingface import StoredTensor, WeightReader, WeightWriter
+from megagate.checkpoint.inspect import differences
 from megagate.checkpoint.output_directory import complete_or_nothing
 from megagate.checkpoint.side_files import PROBES, write_sentencepiece
 from megagate.checkpoint.torch_dist import TensorReader, TensorWriter
@@ -112,6 +118,99 @@ def test_nothing_of_what_fails(error: BaseException, tmp_path: Path) -> None:
         raise error
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert (tmp_path / "out" / "config.json").read_text() == "old"
+
+
+def test_sigterm_leaves_nothing(tmp_path: Path) -> None:
+    previous = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit), complete_or_nothing(tmp_path / "out", ()) as staging:
+        (staging / "part").write_text("new")
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(10)
+    assert not list(tmp_path.iterdir())
+    assert signal.getsignal(signal.SIGTERM) is previous
+
+
+def test_what_is_read_is_not_replaced(tmp_path: Path) -> None:
+    out, source = tmp_path / "out", tmp_path / "out" / "source"
+    source.mkdir(parents=True)
+    (out / "config.json").write_text("old")
+    (tmp_path / "link").symlink_to(out)
+    for target, message in ((out, "which is read"), (source, "which is read"), (tmp_path / "link", "is a link")):
+        with (
+            pytest.raises(UserError, match=message),
+            complete_or_nothing(target, ("config.json",), overwrite=True, needed=(source,)),
+        ):
+            pass
+    assert (out / "config.json").read_text() == "old" and source.is_dir()
+
+
+def test_what_was_there_stays_if_the_new_cannot_take_its_place(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "config.json").write_text("old")
+    with (
+        pytest.raises(UserError, match="cannot write"),
+        complete_or_nothing(out, ("config.json",), overwrite=True) as staging,
+    ):
+        staging.rmdir()
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert (out / "config.json").read_text() == "old"
+
+
+def change_header(change: Callable[[dict[str, Any]], Any]) -> Callable[[bytes], bytes]:
+    def changed(text: bytes) -> bytes:
+        header = json.loads(text)
+        return json.dumps(change(header) or header).encode()
+
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (change_header(lambda header: ["a"]), "no JSON object"),
+        (change_header(lambda header: {"a": 1}), "does not describe a"),
+        (change_header(lambda header: header["a"].pop("dtype") and None), "does not describe a"),
+        (change_header(lambda header: header["b"].update(header["a"])), "a and b overlap"),
+        (change_header(lambda header: header["a"].update(shape=[-2, -2])), "does not fit a"),
+        (change_header(lambda header: header["a"].update(data_offsets=[8, 4])), "does not fit a"),
+        (lambda text: text.rstrip()[:-1] + b"," + text[text.index(b'"b"') :], "b twice"),
+    ],
+)
+def test_a_header_that_lies(change: Callable[[bytes], bytes], message: str, tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    path = tmp_path / "model.safetensors"
+    save_file({"a": torch.randn(2, 2), "b": torch.randn(2, 2)}, path)
+    content = path.read_bytes()
+    (length,) = struct.unpack("<Q", content[:8])
+    assert WeightReader(tmp_path).tensors.keys() == {"a", "b"}
+    text = change(content[8 : 8 + length])
+    path.write_bytes(struct.pack("<Q", len(text)) + text + content[8 + length :])
+    with pytest.raises(UserError, match=message):
+        WeightReader(tmp_path)
+
+
+class InMemory:
+    """Tensors as `differences` reads them."""
+
+    def __init__(self, **tensors: torch.Tensor) -> None:
+        self._tensors = tensors
+        self.tensors = {name: StoredTensor(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+
+    def read(self, name: str, index: int | None = None) -> torch.Tensor:
+        return self._tensors[name] if index is None else self._tensors[name][index]
+
+
+def test_differences_in_bits() -> None:
+    special = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0, 1.0])
+    empty = torch.empty(0, 3)
+    assert not list(differences(InMemory(a=special, e=empty), InMemory(a=special.clone(), e=empty)))
+    for place, value, text in ((3, -0.0, "differs by 0,"), (4, 3.0, "differs by 2,"), (4, torch.nan, "differs by nan")):
+        other = special.clone()
+        other[place] = value
+        (line,) = differences(InMemory(a=special), InMemory(a=other))
+        assert line.startswith(f"a: {text}")
 
 
 @pytest.fixture(scope="module")

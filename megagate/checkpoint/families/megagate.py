@@ -182,6 +182,22 @@ class MegagateFamily:
         """
         if not self.recognises(config):
             raise UserError(f"config.json has model_type {config.get('model_type')!r}, not {MODEL_TYPE!r}")
+        try:
+            return self._arguments(config)
+        except KeyError as error:
+            raise UserError(f"config.json lacks {error}, or has it as a value: megagate did not write it so") from error
+
+    def check_understood(self, config: dict[str, Any], args: argparse.Namespace) -> None:
+        """Check that a config, of which one may have changed keys, is the one of the model that `args` describe.
+
+        Raises:
+            UserError: a key has a value that has no counterpart.
+        """
+        for key, value in self.config(args).items():
+            if key not in ("architectures", "auto_map", "dtype") and config.get(key) != value:
+                raise UserError(f"config.json has {key} {config.get(key)!r}, but what can be represented is {value!r}")
+
+    def _arguments(self, config: dict[str, Any]) -> dict[str, Any]:
         layers, rows = config["hybrid_layer_pattern"], config["vocab_size"]
         arguments: dict[str, Any] = {
             **{name: config[key] for key, name in SAME.items()},

@@ -46,6 +46,9 @@ LINEAR_SIZES = {
 }
 """The sizes of Gated DeltaNet, which config.json and Megatron name alike, and their defaults."""
 
+OUTSIDE = ("tie_word_embeddings", "quantization_config")
+"""Keys of Qwen3.5 that stand beside the settings of the text model, and win there."""
+
 
 class Qwen3Next(Qwen3):
     """Qwen3NextForCausalLM of transformers."""
@@ -193,9 +196,7 @@ class Qwen35Moe(Qwen3Next):
         text = config.get("text_config")
         if text is None:
             return super().arguments(config)
-        outside: dict[str, Any] = {
-            key: config[key] for key in ("tie_word_embeddings", "quantization_config") if key in config
-        }
+        outside: dict[str, Any] = {key: config[key] for key in OUTSIDE if key in config}
         return super().arguments({**text, **outside, "model_type": config.get("model_type")})
 
     def feed_forward_arguments(self, settings: Settings) -> dict[str, Any]:

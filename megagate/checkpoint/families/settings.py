@@ -143,6 +143,8 @@ def rotary_arguments(settings: Settings, partial: float | None = None) -> dict[s
     """
     config = settings.config
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(rope, dict):
+        raise UserError(f"config.json has {rope!r} for the rotary embedding, which must be a JSON object")
     if any(isinstance(value, dict) for value in rope.values()):
         raise UserError("config.json has rotary embeddings that differ by layer, which Megatron does not have")
     kind = rope.get("rope_type", rope.get("type", "default"))
@@ -153,7 +155,7 @@ def rotary_arguments(settings: Settings, partial: float | None = None) -> dict[s
         raise UserError(
             f"config.json has a factor for the rotary embedding, but rope_type {kind!r}: correct one of them"
         )
-    if theta != int(theta):
+    if theta % 1:  # infinity too
         raise UserError(f"config.json has rope_theta {theta}, but Megatron's --rotary-base is a whole number")
     share = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or partial or 1.0
     if partial is None and share != 1:
