@@ -24,6 +24,7 @@ def read_description() -> str:
 
 GDN = ["flash-linear-attention"]
 MUON = ["emerging-optimizers"]
+PARQUET = ["pyarrow"]
 PLOT = ["matplotlib"]
 TIKTOKEN = ["tiktoken"]
 ZSTD = ["backports.zstd"]
@@ -55,12 +56,14 @@ setup(
         "eval": ["lm-eval", "transformers"],
         "gdn": GDN,
         "muon": MUON,
+        "parquet": PARQUET,
         "plot": PLOT,
         "tiktoken": TIKTOKEN,
         "zstd": ZSTD,
         "dev": [
             *GDN,
             *MUON,
+            *PARQUET,
             *PLOT,
             *TIKTOKEN,
             *ZSTD,

@@ -2,7 +2,8 @@
 
 Shared by `train_tokenizer` and `preprocess`, so that both understand inputs alike and complain about them alike.
 A line of a .jsonl (or .json) file is one document, a whole .txt file is one document; either may be compressed
-(.gz, .zst). Files are read in batches of about 1 MiB: memory depends on the longest document, not on the corpus.
+(.gz, .zst). A row of a .parquet file is one document. Files are read in batches of about 1 MiB: memory depends on the
+longest document, not on the corpus.
 """
 
 import codecs
@@ -22,9 +23,11 @@ from megagate.errors import UserError, nearest
 STANDARD_INPUT = "-"
 JSON_SUFFIXES = (".jsonl", ".json")
 TEXT_SUFFIX = ".txt"
+PARQUET_SUFFIX = ".parquet"
 COMPRESSION_SUFFIXES = (".gz", ".zst")
-READABLE = ".jsonl, .json or .txt, optionally followed by .gz or .zst"
+READABLE = ".parquet, or in .jsonl, .json or .txt, optionally followed by .gz or .zst"
 BATCH_BYTES = 1 << 20
+MAXIMUM_BATCH_ROWS = 1 << 16
 MAXIMUM_TEXT_FILE_BYTES = 1 << 30
 MAXIMUM_REPORTED_BAD_RECORDS = 10
 
@@ -36,15 +39,19 @@ class Batch:
     source: str
     """The input's name, as messages show it."""
     first_line: int
-    """1-based line number of the first record."""
+    """1-based line number of the first record; for Parquet, its row, counted from 1 too."""
     records: list[bytes]
     """Lines of JSON, or one whole text file."""
     is_text: bool
     """True if the single record is a whole text file."""
+    columns: list[list[bytes | None]] | None = None
+    """The values of each key's column, for rows of a Parquet file, which has no `records`."""
 
     @property
     def size(self) -> int:
         """Bytes of raw input (after decompression) in this batch."""
+        if self.columns is not None:
+            return sum(len(value) for column in self.columns for value in column if value)
         return sum(map(len, self.records))
 
     def digest(self) -> bytes:
@@ -52,7 +59,15 @@ class Batch:
         digest = hashlib.sha256(self.source.encode())
         for record in self.records:
             digest.update(record)
+        for column in self.columns or ():
+            for value in column:
+                digest.update(repr(value).encode())
         return digest.digest()
+
+    @property
+    def unit(self) -> str:
+        """What messages call a record."""
+        return "line" if self.columns is None else "row"
 
 
 @dataclass(frozen=True)
@@ -62,9 +77,10 @@ class BadRecord:
     source: str
     line: int
     reason: str
+    unit: str = "line"
 
     def __str__(self) -> str:
-        return f"{self.source}, line {self.line}: {self.reason}"
+        return f"{self.source}, {self.unit} {self.line}: {self.reason}"
 
 
 class BadRecordPolicy:
@@ -104,7 +120,7 @@ def expand_inputs(inputs: Sequence[str]) -> list[str]:
     """Return the files that `inputs` (files, globs, directories, or "-" for JSON lines on standard input) name.
 
     The order is that of `inputs`; within a glob or a directory it is alphabetical, so it never depends on the file
-    system. Directories are searched recursively for .jsonl and .txt files, hidden ones excluded.
+    system. Directories are searched recursively for .jsonl, .txt and .parquet files, hidden ones excluded.
 
     Raises:
         UserError: an input does not exist, matches nothing, has an unknown suffix, or names a file twice.
@@ -127,9 +143,9 @@ def _expand(item: str) -> list[str]:
     if os.path.isdir(item):
         found = [os.path.join(folder, name) for folder, _, names in os.walk(item) for name in names]
         shown = [path for path in found if not any(part.startswith(".") for part in _parts_below(path, item))]
-        kept = sorted(path for path in shown if _content_suffix(path) in (".jsonl", TEXT_SUFFIX))
+        kept = sorted(path for path in shown if _content_suffix(path) in (".jsonl", TEXT_SUFFIX, PARQUET_SUFFIX))
         if not kept:
-            raise UserError(f"the directory {item} holds no .jsonl or .txt file")
+            raise UserError(f"the directory {item} holds no .jsonl, .txt or .parquet file")
         return kept
     if os.path.exists(item):
         matches = [item]
@@ -154,20 +170,25 @@ def _parts_below(path: str, folder: str) -> list[str]:
 def _content_suffix(path: str) -> str | None:
     """The suffix below any compression suffix if it is one we read, else None."""
     name = path.lower()
+    if name.endswith(PARQUET_SUFFIX):
+        return PARQUET_SUFFIX
     for compression in COMPRESSION_SUFFIXES:
         name = name.removesuffix(compression)
     return next((suffix for suffix in (*JSON_SUFFIXES, TEXT_SUFFIX) if name.endswith(suffix)), None)
 
 
-def read_batches(paths: Iterable[str]) -> Iterator[Batch]:
-    """Yield the raw records of `paths` in order.
+def read_batches(paths: Iterable[str], keys: Sequence[str]) -> Iterator[Batch]:
+    """Yield the raw records of `paths` in order; of Parquet files, the columns `keys`.
 
     Raises:
-        UserError: a file cannot be read or decompressed.
+        UserError: a file cannot be read or decompressed, or a Parquet file lacks a column of text that `keys` names.
     """
     for path in paths:
         name = "standard input" if path == STANDARD_INPUT else path
         try:
+            if _content_suffix(path) == PARQUET_SUFFIX:
+                yield from _parquet_batches(path, keys)
+                continue
             with _open(path) as stream:
                 if is_text_file(path):
                     yield Batch(name, 1, [_read_whole(stream, name)], is_text=True)
@@ -177,7 +198,7 @@ def read_batches(paths: Iterable[str]) -> Iterator[Batch]:
             raise
         except Exception as error:  # each decompressor has exceptions of its own; only reading happens in this block
             detail = error.strerror if isinstance(error, OSError) and error.strerror else error
-            raise UserError(f"cannot read {name}: {detail}") from error
+            raise UserError(f"cannot read {name}: {' '.join(str(detail).split())}") from error
 
 
 def _open(path: str) -> contextlib.AbstractContextManager[Any]:
@@ -216,11 +237,45 @@ def _line_batches(stream: BinaryIO, name: str) -> Iterator[Batch]:
         yield Batch(name, first, records, is_text=False)
 
 
+def _parquet_batches(path: str, keys: Sequence[str]) -> Iterator[Batch]:
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError as error:
+        raise UserError(f"reading {path} needs a package: pip install pyarrow") from error
+    with parquet.ParquetFile(path, buffer_size=BATCH_BYTES, pre_buffer=False) as file:
+        schema, metadata = file.schema_arrow, file.metadata
+        for key in keys:
+            if key not in schema.names:
+                raise UserError(f"{path} has no column {key!r}{nearest(key, schema.names)}; see --json-keys")
+            kind = schema.field(key).type
+            kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
+            if kind not in (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view()):
+                raise UserError(f"the column {key!r} of {path} holds {kind} and not text; name another by --json-keys")
+        groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
+        chunks = [group.column(index) for group in groups for index in range(group.num_columns)]
+        size = sum(chunk.total_uncompressed_size for chunk in chunks if chunk.path_in_schema in keys)
+        rows = max(1, BATCH_BYTES * metadata.num_rows // max(size, 1))
+        first = 1
+        for table in file.iter_batches(min(rows, MAXIMUM_BATCH_ROWS), columns=list(keys), use_threads=False):
+            # as bytes, so that text that is not UTF-8 is one bad row
+            columns = [table.column(key).cast(pyarrow.large_string()).cast(pyarrow.large_binary()) for key in keys]
+            yield Batch(path, first, [], is_text=False, columns=[column.to_pylist() for column in columns])
+            first += table.num_rows
+
+
 def parse_batch(batch: Batch, keys: Sequence[str]) -> Iterator[tuple[int, list[str]] | BadRecord]:
     """Yield, for each record of `batch`, its line number and one text per key, or why it cannot be used.
 
     Blank lines of a JSON file are not records. A text file gives the same text for every key.
     """
+    if batch.columns is not None:
+        for row, values in enumerate(zip(*batch.columns, strict=True), start=batch.first_line):
+            try:
+                yield row, [_parse_value(value, key) for value, key in zip(values, keys, strict=True)]
+            except _Unusable as error:
+                yield BadRecord(batch.source, row, str(error), batch.unit)
+        return
     for offset, record in enumerate(batch.records):
         line = batch.first_line + offset
         if not batch.is_text and not record.strip():
@@ -241,6 +296,16 @@ def _decode(record: bytes) -> str:
         column = error.start - (before.rfind(b"\n") + 1) + 1
         reason = f"not valid UTF-8 (0x{record[error.start]:02x} at byte {column} of the line)"
         raise _Unusable(reason, before.count(b"\n")) from None
+
+
+def _parse_value(value: bytes | None, key: str) -> str:
+    if value is None:
+        raise _Unusable(f"the value of {key!r} is not a string but null")
+    try:
+        return value.decode("utf-8")
+    except UnicodeDecodeError as error:
+        reason = f"0x{value[error.start]:02x} at byte {error.start + 1}"
+        raise _Unusable(f"the value of {key!r} is not valid UTF-8 ({reason})") from None
 
 
 def _parse_json(record: bytes, keys: Sequence[str]) -> list[str]:
@@ -274,7 +339,7 @@ def iterate_texts(paths: Iterable[str], key: str, policy: BadRecordPolicy) -> It
     Raises:
         UserError: a file cannot be read, or a record is bad and the policy is to fail.
     """
-    for batch in read_batches(paths):
+    for batch in read_batches(paths, [key]):
         for record in parse_batch(batch, [key]):
             if isinstance(record, BadRecord):
                 policy.handle(record)

@@ -73,7 +73,8 @@ class Encoder:
         kept = np.ones(len(records), dtype=bool)
         kept[list(refused)] = False
         for position, reason in refused.items():
-            bad.append(BadRecord(batch.source, lines[position], f"the tokenizer cannot encode it ({reason})"))
+            said = f"the tokenizer cannot encode it ({reason})"
+            bad.append(BadRecord(batch.source, lines[position], said, batch.unit))
         bad.sort(key=lambda one: one.line)
         return EncodedBatch(
             [self._finish(ids, lengths, kept) for ids, lengths in encoded], bad, batch.size, batch.digest()

@@ -145,7 +145,7 @@ def preprocess(
     try:
         with Job(Path(f"{output_prefix}_unfinished"), asked, encoder.dtype, len(json_keys), restart) as job:
             progress.bytes_read, policy.skipped = job.bytes_read, job.malformed
-            with contextlib.closing(map_in_order(encoder, job.remaining(read_batches(paths)), workers)) as batches:
+            with contextlib.closing(map_in_order(encoder, job.remaining(read_batches(paths, json_keys)), workers)) as batches:
                 for batch in batches:
                     for bad in batch.bad:
                         policy.handle(bad)
@@ -207,8 +207,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         allow_abbrev=False,
     )
     available = min(len(os.sched_getaffinity(0)), MAXIMUM_DEFAULT_WORKERS)
-    parser.add_argument("--input", nargs="+", required=True, help=".jsonl or .txt files (.gz, .zst), globs, folders, -")
-    parser.add_argument("--json-keys", nargs="+", default=["text"], help="keys to take from a .jsonl line (text)")
+    parser.add_argument(
+        "--input", nargs="+", required=True, help=".jsonl, .txt (.gz, .zst) or .parquet files, globs, folders, -"
+    )
+    parser.add_argument(
+        "--json-keys", nargs="+", default=["text"], help="keys of a .jsonl line, columns of .parquet (text)"
+    )
     parser.add_argument("--output-prefix", required=True, help="writes OUTPUT_PREFIX_KEY_document.bin and .idx")
     parser.add_argument("--append-eod", action="store_true", help="end every document with the end-of-document token")
     parser.add_argument("--max-document-tokens", type=_positive, help="cut longer documents into several")

@@ -33,12 +33,12 @@ def test_globs_are_sorted_and_inputs_keep_their_order(tmp_path):
 
 def test_inputs_that_cannot_be_used_are_named(tmp_path):
     (tmp_path / "corpus.jsonl").write_text("x")
-    (tmp_path / "data.parquet").write_text("x")
+    (tmp_path / "data.csv").write_text("x")
     (tmp_path / "empty").mkdir()
     cases = {
         "corpus.json": r"corpus.json does not exist; did you mean corpus.jsonl\?",
         "*.txt": r"no file matches the input pattern .*\*.txt",
-        "data.parquet": r"data.parquet has an unknown kind; names must end in .jsonl, .json or .txt",
+        "data.csv": r"data.csv has an unknown kind; names must end in .parquet, or in .jsonl, .json or .txt",
         "empty": r"the directory .*empty holds no .jsonl or .txt file",
     }
     for name, message in cases.items():
@@ -137,7 +137,7 @@ def test_batches_are_small_and_know_their_line_numbers(tmp_path, monkeypatch):
     monkeypatch.setattr(corpus, "BATCH_BYTES", 100)
     lines = [json.dumps({"text": "x" * number}) + "\n" for number in range(50)]
     (tmp_path / "a.jsonl").write_text("".join(lines))
-    batches = list(read_batches([str(tmp_path / "a.jsonl")]))
+    batches = list(read_batches([str(tmp_path / "a.jsonl")], ["text"]))
     assert b"".join(line for batch in batches for line in batch.records) == "".join(lines).encode()
     assert all(batch.size < 100 + max(map(len, lines)) for batch in batches)
     for batch in batches:
@@ -149,3 +149,67 @@ def test_a_text_file_too_large_for_one_document_is_refused(tmp_path, monkeypatch
     (tmp_path / "a.txt").write_text("x" * 11)
     with pytest.raises(UserError, match=r"store its documents as lines of a \.jsonl file"):
         texts_of(tmp_path / "a.txt")
+
+
+def write_parquet(path, columns, **options):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    parquet.write_table(pyarrow.table(columns), path, **options)
+
+
+def test_parquet_rows_are_documents(tmp_path, monkeypatch):
+    monkeypatch.setattr(corpus, "BATCH_BYTES", 2000)
+    texts = [f"document {number} \u00e9 \U0001f600" * (number % 5) for number in range(1000)]
+    (tmp_path / "in").mkdir()
+    write_parquet(tmp_path / "in" / "b.parquet", {"n": range(1000), "text": texts}, row_group_size=300)
+    (tmp_path / "in" / "a.txt").write_text("first")
+    assert texts_of(tmp_path / "in") == ["first", *texts]
+    assert texts_of(tmp_path / "in" / "*.parquet") == texts
+    batches = list(read_batches([str(tmp_path / "in" / "b.parquet")], ["text"]))
+    assert len(batches) > 10
+    assert sum(batch.size for batch in batches) == sum(len(text.encode()) for text in texts)
+    assert [batch.first_line for batch in batches[:2]] == [1, 1 + len(batches[0].columns[0])]
+
+
+@pytest.mark.parametrize("kind", ["large_string", "string_view", "dictionary"])
+def test_other_parquet_columns_of_text(kind, tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    types = {"dictionary": pyarrow.dictionary(pyarrow.int32(), pyarrow.string())}
+    wanted = types[kind] if kind in types else getattr(pyarrow, kind)()
+    write_parquet(tmp_path / "a.parquet", {"text": pyarrow.array(["a", "", "a"]).cast(wanted)})
+    assert texts_of(tmp_path / "a.parquet") == ["a", "", "a"]
+
+
+def test_bad_parquet_rows_are_reported_with_their_number(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    binary = pyarrow.array([b"a", b"\xff", None, b"b"], pyarrow.binary())
+    text = pyarrow.Array.from_buffers(pyarrow.string(), 4, binary.buffers())
+    write_parquet(tmp_path / "a.parquet", {"text": text})
+    with pytest.raises(
+        UserError, match=r"a\.parquet, row 2: the value of 'text' is not valid UTF-8 \(0xff at byte 1\)"
+    ):
+        texts_of(tmp_path / "a.parquet")
+    assert texts_of(tmp_path / "a.parquet", action="skip") == ["a", "b"]
+    write_parquet(tmp_path / "a.parquet", {"text": ["a", None]})
+    with pytest.raises(UserError, match=r"a\.parquet, row 2: the value of 'text' is not a string but null"):
+        texts_of(tmp_path / "a.parquet")
+
+
+def test_parquet_files_that_cannot_be_used(tmp_path, monkeypatch):
+    path = tmp_path / "a.parquet"
+    write_parquet(path, {"tex": ["a"], "text": [1]})
+    with pytest.raises(UserError, match=r"the column .text. of .*a\.parquet holds int64 and not text"):
+        texts_of(path)
+    write_parquet(path, {"tex": ["a" * 1000]})
+    with pytest.raises(UserError, match=r"a\.parquet has no column 'text'; did you mean tex\?"):
+        texts_of(path)
+    write_parquet(path, {"text": ["a" * 1000]})
+    whole = path.read_bytes()
+    for broken in (whole[:-10], b"", b"\0" * 100 + whole[100:], b"PAR1" + b"\0" * 50 + whole[54:]):
+        path.write_bytes(broken)
+        with pytest.raises(UserError, match=r"cannot read .*a\.parquet: [^\n]+$"):
+            texts_of(path)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(UserError, match=r"a\.parquet needs a package: pip install pyarrow"):
+        texts_of(path)
