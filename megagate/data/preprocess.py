@@ -145,7 +145,9 @@ def preprocess(
     try:
         with Job(Path(f"{output_prefix}_unfinished"), asked, encoder.dtype, len(json_keys), restart) as job:
             progress.bytes_read, policy.skipped = job.bytes_read, job.malformed
-            with contextlib.closing(map_in_order(encoder, job.remaining(read_batches(paths, json_keys)), workers)) as batches:
+            with contextlib.closing(
+                map_in_order(encoder, job.remaining(read_batches(paths, json_keys)), workers)
+            ) as batches:
                 for batch in batches:
                     for bad in batch.bad:
                         policy.handle(bad)
