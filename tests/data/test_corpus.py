@@ -39,7 +39,7 @@ def test_inputs_that_cannot_be_used_are_named(tmp_path):
         "corpus.json": r"corpus.json does not exist; did you mean corpus.jsonl\?",
         "*.txt": r"no file matches the input pattern .*\*.txt",
         "data.csv": r"data.csv has an unknown kind; names must end in .parquet, or in .jsonl, .json or .txt",
-        "empty": r"the directory .*empty holds no .jsonl or .txt file",
+        "empty": r"the directory .*empty holds no .jsonl, .txt or .parquet file",
     }
     for name, message in cases.items():
         with pytest.raises(UserError, match=message):
