@@ -11,12 +11,13 @@ import contextlib
 import glob
 import gzip
 import hashlib
+import io
 import json
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, BinaryIO
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO, cast
 
 from megagate.errors import UserError, nearest
 
@@ -68,6 +69,33 @@ class Batch:
     def unit(self) -> str:
         """What messages call a record."""
         return "line" if self.columns is None else "row"
+
+
+@dataclass
+class ReadLog:
+    """How far `read_batches` has read: counted in bytes as they are stored, that is compressed."""
+
+    stored_bytes: int = 0
+    sha256: dict[str, str] = field(default_factory=dict)
+    """Of each input that was read to its end, by the name that messages show."""
+
+
+class _Metered(io.RawIOBase):
+    """A file that counts and digests what is read from it, once, from its start to its end."""
+
+    def __init__(self, stream: BinaryIO, log: ReadLog) -> None:
+        self._stream = stream
+        self._log = log
+        self.digest = hashlib.sha256()
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        count = self._stream.readinto(buffer)  # type: ignore[attr-defined]
+        self.digest.update(memoryview(buffer)[:count])
+        self._log.stored_bytes += count
+        return int(count)
 
 
 @dataclass(frozen=True)
@@ -177,23 +205,27 @@ def _content_suffix(path: str) -> str | None:
     return next((suffix for suffix in (*JSON_SUFFIXES, TEXT_SUFFIX) if name.endswith(suffix)), None)
 
 
-def read_batches(paths: Iterable[str], keys: Sequence[str]) -> Iterator[Batch]:
-    """Yield the raw records of `paths` in order; of Parquet files, the columns `keys`.
+def read_batches(paths: Iterable[str], keys: Sequence[str], log: ReadLog | None = None) -> Iterator[Batch]:
+    """Yield the raw records of `paths` in order; of Parquet files, the columns `keys`. `log` is kept up to date.
 
     Raises:
         UserError: a file cannot be read or decompressed, or a Parquet file lacks a column of text that `keys` names.
     """
+    log = ReadLog() if log is None else log
     for path in paths:
         name = "standard input" if path == STANDARD_INPUT else path
         try:
             if _content_suffix(path) == PARQUET_SUFFIX:
-                yield from _parquet_batches(path, keys)
+                yield from _parquet_batches(path, keys, log)
                 continue
-            with _open(path) as stream:
+            with _open_raw(path) as raw:
+                metered = _Metered(raw, log)
+                stream = _decompressed(path, io.BufferedReader(metered, BATCH_BYTES))
                 if is_text_file(path):
                     yield Batch(name, 1, [_read_whole(stream, name)], is_text=True)
                 else:
                     yield from _line_batches(stream, name)
+                log.sha256[name] = metered.digest.hexdigest()
         except UserError:
             raise
         except Exception as error:  # each decompressor has exceptions of its own; only reading happens in this block
@@ -201,18 +233,20 @@ def read_batches(paths: Iterable[str], keys: Sequence[str]) -> Iterator[Batch]:
             raise UserError(f"cannot read {name}: {' '.join(str(detail).split())}") from error
 
 
-def _open(path: str) -> contextlib.AbstractContextManager[Any]:
-    if path == STANDARD_INPUT:
-        return contextlib.nullcontext(sys.stdin.buffer)
+def _open_raw(path: str) -> contextlib.AbstractContextManager[BinaryIO]:
+    return contextlib.nullcontext(sys.stdin.buffer) if path == STANDARD_INPUT else open(path, "rb")
+
+
+def _decompressed(path: str, stored: io.BufferedReader) -> BinaryIO:
     if path.lower().endswith(".gz"):
-        return gzip.open(path, "rb")
+        return cast(BinaryIO, gzip.open(stored, "rb"))
     if path.lower().endswith(".zst"):
         try:
             from backports import zstd  # the standard library's compression.zstd, for Python before 3.14
         except ImportError as error:
             raise UserError(f"reading {path} needs a package: pip install backports.zstd") from error
-        return zstd.open(path, "rb")
-    return open(path, "rb")
+        return cast(BinaryIO, zstd.open(stored, "rb"))
+    return stored
 
 
 def _read_whole(stream: BinaryIO, name: str) -> bytes:
@@ -237,12 +271,15 @@ def _line_batches(stream: BinaryIO, name: str) -> Iterator[Batch]:
         yield Batch(name, first, records, is_text=False)
 
 
-def _parquet_batches(path: str, keys: Sequence[str]) -> Iterator[Batch]:
+def _parquet_batches(path: str, keys: Sequence[str], log: ReadLog) -> Iterator[Batch]:
     try:
         import pyarrow
         from pyarrow import parquet
     except ImportError as error:
         raise UserError(f"reading {path} needs a package: pip install pyarrow") from error
+    with open(path, "rb") as stream:  # parts are read in any order, so the digest takes a pass of its own
+        log.sha256[path] = hashlib.file_digest(stream, "sha256").hexdigest()
+    before, stored = log.stored_bytes, os.path.getsize(path)
     with parquet.ParquetFile(path, buffer_size=BATCH_BYTES, pre_buffer=False) as file:
         schema, metadata = file.schema_arrow, file.metadata
         for key in keys:
@@ -260,6 +297,7 @@ def _parquet_batches(path: str, keys: Sequence[str]) -> Iterator[Batch]:
         for table in file.iter_batches(min(rows, MAXIMUM_BATCH_ROWS), columns=list(keys), use_threads=False):
             # as bytes, so that text that is not UTF-8 is one bad row
             columns = [table.column(key).cast(pyarrow.large_string()).cast(pyarrow.large_binary()) for key in keys]
+            log.stored_bytes = before + stored * (first - 1 + table.num_rows) // metadata.num_rows
             yield Batch(path, first, [], is_text=False, columns=[column.to_pylist() for column in columns])
             first += table.num_rows
 

@@ -21,10 +21,11 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from megagate.data.corpus import BadRecordPolicy, expand_inputs, is_text_file, read_batches
+from megagate.data.corpus import STANDARD_INPUT, BadRecordPolicy, ReadLog, expand_inputs, is_text_file, read_batches
 from megagate.data.encode import Encoder
 from megagate.data.parallel import map_in_order
 from megagate.data.tokenizer import add_tokenizer_arguments, build_tokenizer, describe_tokenizer
@@ -38,26 +39,43 @@ MAXIMUM_DEFAULT_WORKERS = 16
 class Progress:
     """Prints a line on stderr every `interval` documents, and every `PROGRESS_SECONDS` while batches arrive."""
 
-    def __init__(self, interval: int) -> None:
+    def __init__(self, interval: int, paths: Sequence[str]) -> None:
         self.interval = interval
+        self.log = ReadLog()
         self.bytes_read = 0
         self.started = self._shown = time.monotonic()
         self._next = interval
+        self._before = (0, 0)
+        self._total = None if STANDARD_INPUT in paths else sum(map(os.path.getsize, paths))
+
+    def go_on(self, bytes_read: int, tokens: int) -> None:
+        """Begin with what an interrupted job has done, which does not count for the rates."""
+        self.bytes_read = bytes_read
+        self._before = bytes_read, tokens
 
     def update(self, bytes_read: int, documents: int, tokens: int) -> None:
-        """Count `bytes_read` more bytes; `documents` and `tokens` are totals."""
+        """Count `bytes_read` more bytes of text; `documents` and `tokens` are totals."""
         self.bytes_read += bytes_read
         now = time.monotonic()
         if documents < self._next and now - self._shown < PROGRESS_SECONDS:
             return
         self._next, self._shown = (documents // self.interval + 1) * self.interval, now
         seconds = max(now - self.started, 1e-9)
+        new_bytes, new_tokens = self.bytes_read - self._before[0], tokens - self._before[1]
         print(
-            f"{documents} documents, {self.bytes_read / 1e6:.1f} MB, {self.bytes_read / 1e6 / seconds:.2f} MB/s, "
-            f"{tokens / seconds:.0f} tokens/s",
+            f"{documents} documents, {self.bytes_read / 1e6:.1f} MB, {new_bytes / 1e6 / seconds:.2f} MB/s, "
+            f"{new_tokens / seconds:.0f} tokens/s{self._remaining(seconds)}",
             file=sys.stderr,
             flush=True,
         )
+
+    def _remaining(self, seconds: float) -> str:
+        """Per cent and time left, from the stored bytes that were read; a few MB of these are still being worked on."""
+        if not self._total or not self.log.stored_bytes:
+            return ""
+        done = min(self.log.stored_bytes / self._total, 1.0)
+        left = timedelta(seconds=round(seconds * (1 - done) / done))
+        return f", {100 * done:.1f} %, {left} left"
 
 
 def output_prefixes(output_prefix: str, keys: Sequence[str]) -> list[str]:
@@ -111,8 +129,8 @@ def preprocess(
         inputs: files, globs, directories or "-", see `corpus.expand_inputs`.
         tokenizer: from `build_tokenizer`.
         append_eod: end every document with the tokenizer's end-of-document token.
-        max_document_tokens: cut a longer document into several of this many tokens (the last has the rest), which then
-            are documents of their own; only the last gets the end-of-document token, which counts as one token.
+        max_document_tokens: cut a longer document into several of this many tokens (the last has the rest), which
+            then are documents of their own; only the last gets the end-of-document token, which counts as one token.
         workers: processes that tokenize; the output does not depend on it.
         log_interval: documents between progress lines.
         restart: begin anew where an interrupted job could be continued.
@@ -121,7 +139,8 @@ def preprocess(
     Returns:
         `malformed_records`, `bytes_read`, `seconds`, `dtype`, `vocab_size`, `append_eod`, and under `datasets`, for
         each prefix, `documents` (parts counted one by one), `tokens` (end-of-document tokens included),
-        `empty_documents` and `cut_documents`.
+        `empty_documents`, `cut_documents` and `sha256` of the two files; `inputs_sha256` has the digest of each input
+        as it is stored.
 
     Raises:
         UserError: bad input or output; then no output file is left or changed. What a long job has done is kept in
@@ -132,7 +151,7 @@ def preprocess(
     if max_document_tokens is not None and max_document_tokens < 2:
         raise UserError(f"--max-document-tokens must be at least 2, not {max_document_tokens}")
     encoder = Encoder(tokenizer, json_keys, append_eod, max_document_tokens)
-    progress = Progress(max(log_interval, 1))
+    progress = Progress(max(log_interval, 1), paths)
     asked = {
         "inputs": paths,
         "tokenizer": describe_tokenizer(tokenizer),
@@ -144,10 +163,10 @@ def preprocess(
     prefixes = output_prefixes(output_prefix, json_keys)
     try:
         with Job(Path(f"{output_prefix}_unfinished"), asked, encoder.dtype, len(json_keys), restart) as job:
-            progress.bytes_read, policy.skipped = job.bytes_read, job.malformed
-            with contextlib.closing(
-                map_in_order(encoder, job.remaining(read_batches(paths, json_keys)), workers)
-            ) as batches:
+            policy.skipped = job.malformed
+            progress.go_on(job.bytes_read, sum(dataset.counts.tokens for dataset in job.datasets))
+            remaining = job.remaining(read_batches(paths, json_keys, progress.log))
+            with contextlib.closing(map_in_order(encoder, remaining, workers)) as batches:
                 for batch in batches:
                     for bad in batch.bad:
                         policy.handle(bad)
@@ -161,7 +180,7 @@ def preprocess(
                         f"nothing to write: no document has text under {key!r} "
                         f"({one.empty} empty, {policy.skipped} malformed records skipped)"
                     )
-            job.publish(prefixes)
+            digests = job.publish(prefixes)
     except OSError as error:
         raise UserError(f"cannot write {output_prefix}_*_document: {error.strerror or error}") from error
     return {
@@ -171,14 +190,17 @@ def preprocess(
                 "tokens": one.tokens,
                 "empty_documents": one.empty,
                 "cut_documents": one.cut,
+                "sha256": digest,
             }
-            for prefix, one in zip(prefixes, counts, strict=True)
+            for prefix, one, digest in zip(prefixes, counts, digests, strict=True)
         },
+        "inputs_sha256": progress.log.sha256,
         "malformed_records": policy.skipped,
         "bytes_read": progress.bytes_read,
         "seconds": round(time.monotonic() - progress.started, 3),
         "dtype": encoder.dtype.name,
         "vocab_size": encoder.vocab_size,
+        "json_keys": list(json_keys),
         "append_eod": append_eod,
         "max_document_tokens": max_document_tokens,
     }
@@ -249,8 +271,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         on_bad_line=options.on_bad_line,
     )
     if summary_path:
-        used = {"tokenizer_type": options.tokenizer_type, "tokenizer_model": options.tokenizer_model}
-        _write_json(summary_path, {**summary, **used})
+        _write_json(summary_path, {**summary, **{name: getattr(options, name) for name in tokenizer_names}})
     print(describe(summary))
     return 0
 

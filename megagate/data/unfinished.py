@@ -79,8 +79,11 @@ class PendingDataset:
             file.flush()
             os.fsync(file.fileno())
 
-    def publish(self, prefix: str) -> None:
-        """Give the dataset its name; at no moment does an index stand beside another dataset's tokens."""
+    def publish(self, prefix: str) -> dict[str, str]:
+        """Give the dataset its name, and return the SHA-256 of its files by their ending.
+
+        At no moment does an index stand beside another dataset's tokens.
+        """
         self.sync()
         lengths = np.memmap(self._stem + ".lengths", mode="r", dtype="<i4")
         code = next(code for code, name in DTYPES.items() if np.dtype(name) == self._dtype)
@@ -88,10 +91,15 @@ class PendingDataset:
             write_index_of_lengths(file, code, lengths)
             file.flush()
             os.fsync(file.fileno())
+        digests = {}
+        for suffix in (".bin", ".idx"):
+            with open(self._stem + suffix, "rb") as written:
+                digests[suffix] = hashlib.file_digest(written, "sha256").hexdigest()
         with contextlib.suppress(FileNotFoundError):
             os.remove(prefix + ".idx")
         os.replace(self._stem + ".bin", prefix + ".bin")
         os.replace(self._stem + ".idx", prefix + ".idx")
+        return digests
 
     def close(self) -> None:
         """Close the files, also where a full disk does not take their last bytes."""
@@ -168,11 +176,11 @@ class Job:
         if time.monotonic() - self._saved >= SAVE_SECONDS:
             self._save()
 
-    def publish(self, prefixes: Sequence[str]) -> None:
-        """Give all datasets their names."""
-        for dataset, prefix in zip(self.datasets, prefixes, strict=True):
-            dataset.publish(prefix)
+    def publish(self, prefixes: Sequence[str]) -> list[dict[str, str]]:
+        """Give all datasets their names; see `PendingDataset.publish`."""
+        digests = [dataset.publish(prefix) for dataset, prefix in zip(self.datasets, prefixes, strict=True)]
         self._kept = False
+        return digests
 
     def __enter__(self) -> "Job":
         return self

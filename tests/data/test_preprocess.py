@@ -1,5 +1,7 @@
 """Datasets hold exactly the documents, do not depend on the number of workers, and appear whole or not at all."""
 
+import gzip
+import hashlib
 import json
 import os
 import re
@@ -8,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -36,6 +39,10 @@ def write_lines(path, values):
     return str(path)
 
 
+def digest_of(path):
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+
+
 def read(prefix):
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
@@ -53,6 +60,9 @@ def test_datasets_decode_to_the_documents(corpus, documents, tokenizer, tmp_path
     assert all(sequence.dtype == np.uint16 for sequence in sequences)
     counts = summary["datasets"][str(tmp_path / "out_text_document")]
     tokens = sum(map(len, sequences))
+    digests = {suffix: digest_of(tmp_path / f"out_text_document{suffix}") for suffix in (".bin", ".idx")}
+    assert counts.pop("sha256") == digests
+    assert summary["inputs_sha256"] == {corpus: digest_of(corpus)}
     assert counts == {"documents": len(documents), "tokens": tokens, "empty_documents": 0, "cut_documents": 0}
     assert summary["bytes_read"] == os.path.getsize(corpus)
 
@@ -233,8 +243,31 @@ def test_progress_goes_to_standard_error(numbers, tmp_path, small_batches, capsy
     preprocess([path], str(tmp_path / "out"), numbers, log_interval=30)
     shown = capsys.readouterr()
     assert shown.out == ""
-    assert len(shown.err.splitlines()) == 3
-    assert re.fullmatch(r"\d+ documents, 0\.0 MB, [\d.]+ MB/s, \d+ tokens/s", shown.err.splitlines()[0])
+    lines = shown.err.splitlines()
+    assert len(lines) == 3
+    number = r"\d+ documents, 0\.0 MB, [\d.]+ MB/s, \d+ tokens/s, ([\d.]+) %, 0:00:0\d left"
+    percents = [float(re.fullmatch(number, line)[1]) for line in lines]
+    assert percents == sorted(percents)
+    assert 30 <= percents[0] < percents[1] <= percents[2] <= 100
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet"])
+def test_reading_is_followed_and_digested_in_stored_bytes(suffix, tmp_path, small_batches):
+    texts = [hashlib.sha256(str(number).encode()).hexdigest() for number in range(10000)]
+    path = tmp_path / f"in{suffix}"
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+    if suffix == ".parquet":
+        parquet = pytest.importorskip("pyarrow.parquet")
+        parquet.write_table(pytest.importorskip("pyarrow").table({"text": texts}), path)
+    else:
+        path.write_bytes(gzip.compress(lines) if suffix.endswith("gz") else lines)
+        if suffix.endswith("zst"):
+            path.write_bytes(pytest.importorskip("backports.zstd").compress(lines))
+    log = corpus_module.ReadLog()
+    seen = [log.stored_bytes for _ in corpus_module.read_batches([str(path)], ["text"], log)]
+    assert 0 < seen[0] < seen[-1] <= path.stat().st_size
+    assert log.stored_bytes == path.stat().st_size
+    assert log.sha256 == {str(path): digest_of(path)}
 
 
 class Dies:
