@@ -227,6 +227,18 @@ def test_pretrain_entry() -> None:
     assert "args.padded_vocab_size is not None" in source(hybrid_config_from_args)
 
 
+def test_pretrain_data() -> None:
+    """megagate/pretrain: what the order of the samples follows from; see also test_data_record.py."""
+    from megatron.core.datasets import blended_megatron_dataset_builder, gpt_dataset
+
+    assert "threshold = 0.80" in source(gpt_dataset.GPTDataset._build_document_sample_shuffle_indices)
+    assert parameters(blended_megatron_dataset_builder._get_size_per_split_per_dataset) == {
+        "normalized_weights",
+        "target_size_per_split",
+        "surplus",
+    }
+
+
 def test_pretrain_gate_optimizer() -> None:
     """megagate/pretrain/gate_optimizer.py wraps a function of the training loop, and finds what optimizers update."""
     assert "optimizer = get_megatron_optimizer(" in source(megatron.training.training.setup_model_and_optimizer)

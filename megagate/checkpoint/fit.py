@@ -1,4 +1,4 @@
-"""Whether the checkpoint that a run loads is of the model, the optimizer and the schedule that the run describes.
+"""Whether the checkpoint that a run loads is of the model, optimizer, schedule and data that the run describes.
 
 Megatron compares shapes, so a gate of the same size in another place would load without a word; an optimizer or a
 schedule that does not fit ends in an assertion on every rank once the model is built. Here both are one sentence before
@@ -15,6 +15,7 @@ from megagate.checkpoint.names import translate_on_load
 from megagate.errors import UserError
 from megagate.gate.config import describe, gate_config_from_args
 from megagate.model.pattern import BOUNDARY, DELTA_NET, derive_pattern, expert_blocks, linear_attention_blocks
+from megagate.pretrain import data_record
 
 MODEL_ARGUMENTS = (
     "hidden_size",
@@ -92,6 +93,8 @@ def check_fits(args: argparse.Namespace, checkpoint: Path) -> None:
     if not (args.no_load_optim or getattr(saved, "no_save_optim", None)):
         _check_optimizer(args, common, checkpoint)
         _check_schedule(args, common, checkpoint)
+    if not (starts_anew or args.skip_train):
+        _check_data(args, saved, checkpoint)
     warm_start.prepare(args)
 
 
@@ -173,6 +176,17 @@ def _check_vocabulary(args: argparse.Namespace, saved: argparse.Namespace, check
             f"{checkpoint} was written with a tokenizer of {size} tokens, but {args.tokenizer_model or 'this one'} has "
             f"{args.tokenizer_vocab_size}: use the same --tokenizer-model"
         )
+
+
+def _check_data(args: argparse.Namespace, saved: argparse.Namespace, checkpoint: Path) -> None:
+    before = getattr(saved, "data_record", None)  # older checkpoints have none
+    if before is None or args.data_record is None:
+        return
+    for was, now in data_record.changes(before, args.data_record):
+        if not args.allow_data_change:
+            raise _differs(checkpoint, was, now, "use the same, or add --allow-data-change to go on with these data")
+        if args.rank == 0:
+            print(f"megagate: {checkpoint} was written with {was}; now it is {now}, as --allow-data-change allows")
 
 
 def _check_optimizer(args: argparse.Namespace, common: dict[str, Any], checkpoint: Path) -> None:

@@ -37,6 +37,7 @@ from megagate.model.pattern import (
     stage_sizes,
 )
 from megagate.platform import cpu, on_cpu
+from megagate.pretrain import data_record
 from megagate.pretrain.datasets import dataset_prefixes
 from megagate.pretrain.gate_checks import add_gate_training_arguments, check_gate
 from megagate.pretrain.layout import check_layout
@@ -123,6 +124,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     check_data(args)
     checkpoint = choose_start(args)
     validate(args)
+    # What the checkpoints say about the data; as in check_data, the first rank of a machine looks.
+    args.data_record = data_record.record(args) if _is_first_of_machine() else None
     if checkpoint is not None:
         check_fits(args, checkpoint)
     return args
@@ -175,6 +178,12 @@ def _add_own_arguments(parser: argparse.ArgumentParser) -> None:
         "--allow-fresh-start",
         action="store_true",
         help="train from scratch when --load names a directory without a checkpoint, instead of stopping",
+    )
+    group.add_argument(
+        "--allow-data-change",
+        action="store_true",
+        help="resume although the data, their blend, split, seed, sequence length or number of epochs have changed, "
+        "so that some samples may come again and others never",
     )
     group.add_argument(
         "--gate-warm-start",
@@ -376,9 +385,13 @@ def check_data(args: argparse.Namespace) -> None:
     prefixes = dataset_prefixes(args)
     if not prefixes:
         raise UserError("no data are given: use --data-path PREFIX, or --mock-data to try a model without data")
-    if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+    if _is_first_of_machine():
         for prefix in prefixes:
             check_indexed_dataset(prefix)
+
+
+def _is_first_of_machine() -> bool:
+    return int(os.environ.get("LOCAL_RANK", "0")) == 0
 
 
 def validate(args: argparse.Namespace) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy
 from megatron.core import mpu
+from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.training import get_args, get_tokenizer
@@ -146,12 +147,14 @@ def dataset_provider(num_samples: list[int], vp_stage: int | None = None) -> Any
     config = dataset_config()
     kind = MockGPTDataset if config.mock else CheckedGPTDataset
     try:
-        return BlendedMegatronDatasetBuilder(kind, num_samples, lambda: _reads_data(vp_stage), config).build()
+        datasets = BlendedMegatronDatasetBuilder(kind, num_samples, lambda: _reads_data(vp_stage), config).build()
     except (AssertionError, ValueError, IndexError) as error:
         raise UserError(
             f"the datasets cannot be built: {reason(error)} (sequences of "
             f"{config.sequence_length} tokens, split {config.split}; a part of the split may hold too few documents)"
         ) from error
+    # Of a blend of which no sample is asked, as with --eval-iters 0, Megatron could not make a loader.
+    return [None if isinstance(dataset, BlendedDataset) and not len(dataset) else dataset for dataset in datasets]
 
 
 dataset_provider.is_distributed = True  # type: ignore[attr-defined]  # every rank calls it; it decides who builds

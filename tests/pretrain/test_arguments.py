@@ -13,7 +13,8 @@ from tests.training import MODEL, RUN, TINY
 DENSE = [*MODEL, *RUN]
 
 OWN_FLAGS = """
---allow-fresh-start --gate-activation --gate-combine --gate-granularity --gate-init-bias --gate-init-std --gate-input
+--allow-data-change --allow-fresh-start --gate-activation --gate-combine --gate-granularity --gate-init-bias
+--gate-init-std --gate-input
 --gate-lr-mult --gate-position --gate-preset --gate-row-alignment --gate-sharing --gate-warm-start --gate-wd-mult
 --no-dist-ckpt-optim-fully-reshardable --omit --recipe --sdpa-output-activation --sdpa-output-norm --verbose
 """.split()

@@ -2,51 +2,17 @@
 
 from pathlib import Path
 
-import numpy
 import torch
-from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-from megagate.pretrain.datasets import CheckedGPTDataset, DatasetConfig
-from megagate.pretrain.train import use_prebuilt_index_builder
 from tests.distributed import run_distributed
-
-
-class Tokenizer:
-    """What Megatron's dataset asks of a tokenizer."""
-
-    vocab_size, eod, pad, unique_identifiers = 300, 0, 299, {"class": "test"}
-
-
-def write_dataset(prefix: Path) -> None:
-    generator = numpy.random.default_rng(1)
-    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=numpy.uint16)
-    for length in generator.integers(1, 30, 100):
-        builder.add_document(torch.from_numpy(generator.integers(0, 299, length)), [int(length)])
-    builder.finalize(f"{prefix}.idx")
-
-
-def samples(rank: int, prefix: Path, caches: list[Path]) -> list[list[int]]:
-    use_prebuilt_index_builder()
-    config = DatasetConfig(
-        random_seed=1,
-        sequence_length=8,
-        blend=([str(prefix)], None),
-        split="1,0,0",
-        path_to_cache=str(caches[rank]),
-        tokenizer=Tokenizer(),
-        reset_position_ids=False,
-        reset_attention_mask=False,
-        eod_mask_loss=False,
-        create_attention_mask=False,
-    )
-    train = BlendedMegatronDatasetBuilder(CheckedGPTDataset, [50, 0, 0], lambda: True, config).build()[0]
-    assert len(train.indices) == 0  # a number per document, in every process, would be all that it owns
-    return [train[index]["tokens"].tolist() for index in range(50)]
+from tests.pretrain.indexed import training_dataset, write_dataset
 
 
 def samples_in_rank(prefix: Path, caches: list[Path]) -> list[list[int]]:
-    return samples(torch.distributed.get_rank(), prefix, caches)
+    cache = str(caches[torch.distributed.get_rank()])
+    train = training_dataset(50, blend=([str(prefix)], None), path_to_cache=cache)
+    assert len(train.indices) == 0  # a number per document, in every process, would be all that it owns
+    return [train[index]["tokens"].tolist() for index in range(50)]
 
 
 def test_two_ranks_without_a_common_cache(tmp_path: Path) -> None:

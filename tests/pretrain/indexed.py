@@ -1,0 +1,46 @@
+"""Small .bin/.idx datasets, and Megatron's datasets over them without a trainer."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+from megagate.pretrain.datasets import CheckedGPTDataset, DatasetConfig
+from megagate.pretrain.train import use_prebuilt_index_builder
+
+
+class Tokenizer:
+    """What Megatron's dataset asks of a tokenizer."""
+
+    vocab_size, eod, pad, unique_identifiers = 300, 0, 299, {"class": "test"}
+
+
+def write_dataset(prefix: Path, documents: int = 100, seed: int = 1) -> int:
+    """Write documents of 1 to 29 random tokens, and return how many tokens there are."""
+    generator = numpy.random.default_rng(seed)
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=numpy.uint16)
+    lengths = generator.integers(1, 30, documents)
+    for length in lengths:
+        builder.add_document(torch.from_numpy(generator.integers(1, 255, length)), [int(length)])
+    builder.finalize(f"{prefix}.idx")
+    return int(lengths.sum())
+
+
+def training_dataset(samples: int, sequence_length: int = 8, **options: Any) -> Any:
+    """Return the training part of what Megatron's builder makes for this many samples."""
+    use_prebuilt_index_builder()
+    settings: dict[str, Any] = {
+        "random_seed": 1,
+        "split": "1,0,0",
+        "reset_position_ids": False,
+        "reset_attention_mask": False,
+        "eod_mask_loss": False,
+        "create_attention_mask": False,
+    }
+    config = DatasetConfig(
+        sequence_length=sequence_length, tokenizer=Tokenizer(), mid_level_dataset_surplus=0.005, **settings | options
+    )
+    return BlendedMegatronDatasetBuilder(CheckedGPTDataset, [samples, 0, 0], lambda: True, config).build()[0]
