@@ -475,6 +475,29 @@ def test_every_gate_is_the_reference(export: Export) -> None:
 # Refusals
 
 
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"norm_eps": 2e-5},
+        {"gated_mlp": "other"},
+        {"gate": {}},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1000.5, "partial_rotary_factor": 1.0}},
+        {"sliding_window": 3},
+    ],
+    ids=str,
+)
+def test_a_config_that_was_changed_by_hand(export: Export, changed: dict[str, Any]) -> None:
+    """The arguments that were made of it must be those of the same model."""
+    exported = export("baseline")
+    FAMILY.check_understood(exported.config, exported.args)
+    (key,) = changed
+    with pytest.raises(UserError, match=f"config.json has {key} "):
+        FAMILY.check_understood({**exported.config, **changed}, exported.args)
+    del (rest := dict(exported.config))["norm_eps"]
+    with pytest.raises(UserError, match="lacks 'norm_eps'"):
+        FAMILY.arguments(rest)
+
+
 def test_other_models_are_not_recognised() -> None:
     for config in ({}, {"model_type": "qwen3"}, {"model_type": "qwen3", "gate": {}}):
         assert not FAMILY.recognises(config)
