@@ -94,10 +94,13 @@ def _blend_changes(saved: dict[str, Any], here: dict[str, Any]) -> list[Change]:
             found.append((f"{len(paths)} datasets {of}", str(len(paths_here))))
             continue
         for number, (path, path_here) in enumerate(zip(paths, paths_here, strict=True)):
+            contents = saved["fingerprints"][path], here["fingerprints"][path_here]
+            if contents[0] and contents[0] == contents[1]:
+                continue  # the same data, wherever they are now
             if path != path_here:
                 found.append((f"{path} as dataset {number + 1} {of}", path_here))
-            elif saved["fingerprints"][path] != here["fingerprints"][path]:
-                found.append((f"{path} of size and digest {saved['fingerprints'][path]}", here["fingerprints"][path]))
+            elif contents[0] != contents[1]:
+                found.append((f"{path} of size and digest {contents[0]}", contents[1]))
         if (weights and normalize(weights)) != (weights_here and normalize(weights_here)):
             found.append((f"the weights {_words(weights)} {of}", _words(weights_here)))
     return found

@@ -1,5 +1,6 @@
 """A resumed run goes on in the order it had: what would change that is refused, and only that."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -107,6 +108,9 @@ def test_another_blend_is_refused(run: list[str]) -> None:
         with pytest.raises(UserError, match=sentence):
             resume([*run, "--data-path", *blend])
     resume([*run, "--data-path", "7", first, "3", second])
+    for suffix in (".bin", ".idx"):
+        shutil.copy(second + suffix, f"{second}-moved{suffix}")
+    resume([*run, "--data-path", "0.7", first, "0.3", f"{second}-moved"])
 
 
 def test_other_contents_are_refused(run: list[str]) -> None:
