@@ -55,6 +55,8 @@ DEFAULTS: dict[str, Any] = {
     "dist_ckpt_optim_fully_reshardable": True,
     # Attention masks itself causally; see complete() for --reset-attention-mask.
     "create_attention_mask_in_dataloader": False,
+    # Without a value Megatron fails where it counts evaluations, also with --eval-iters 0.
+    "eval_interval": 1000,
     "transformer_impl": "local",
 }
 """megagate's defaults where Megatron's own are traps; a flag on the command line wins."""
@@ -119,8 +121,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         UserError: something in the command line, the recipe, the data or the checkpoint is wrong.
     """
     args = read(argv)
-    if args.eval_interval is None and not (args.full_validation or args.skip_train):
-        raise UserError("--eval-interval is not given: say after how many iterations to evaluate")
     check_data(args)
     checkpoint = choose_start(args)
     validate(args)
