@@ -3,6 +3,7 @@
 import argparse
 import copy
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -99,23 +100,57 @@ class CheckedGPTDataset(GPTDataset):
         Megatron writes on rank 0 only, so that a rank on another file system finds nothing, and writes in place, so
         that a job killed meanwhile leaves a part of a file that the next one takes for a whole one.
         """
-        config = self.config
-        if not (config.defer_npy_index_mmap or config.fast_cache_load):
-            kind = type(self).__name__
-            folder = config.path_to_cache or os.path.join(self.dataset.path_prefix, "cache", f"{kind}_indices")
-            base = os.path.join(folder, f"{self.unique_description_hash}-{kind}-{self.index_split.name}")
-            arrays = [f"{base}-{name}_index.npy" for name in ("document", "sample", "shuffle")]
-            description = f"{base}-description.txt"
-            if not all(map(os.path.isfile, [description, *arrays])):
-                self.config = copy.copy(config)
-                self.config.path_to_cache = ""  # Megatron then builds in memory, on every rank
-                built = super()._build_document_sample_shuffle_indices()
-                self.config = config
-                os.makedirs(folder, exist_ok=True)
-                for path, array in zip(arrays, built, strict=True):
-                    _write_whole(path, array)
-                _write_whole(description, self.unique_description)
-        return super()._build_document_sample_shuffle_indices()
+        kind = type(self).__name__
+        folder = self.config.path_to_cache or os.path.join(self.dataset.path_prefix, "cache", f"{kind}_indices")
+        build = super()._build_document_sample_shuffle_indices
+        _complete_cache(self, folder, self.index_split.name, ("document_index", "sample_index", "shuffle_index"), build)
+        return build()
+
+
+class CheckedBlendedDataset(BlendedDataset):
+    """Megatron's blend, whose index cache has the same weaknesses."""
+
+    def _build_indices(self) -> tuple[numpy.ndarray, numpy.ndarray]:
+        folder, build = self.config.path_to_cache, super()._build_indices
+        if folder:  # else it is built in memory
+            _complete_cache(self, folder, self.split.name, ("dataset_index", "dataset_sample_index"), build)
+        return build()
+
+
+class CheckedBuilder(BlendedMegatronDatasetBuilder):
+    """Megatron's builder, with `CheckedBlendedDataset`."""
+
+    @staticmethod
+    def build_generic_dataset(cls: Any, *args: Any) -> Any:
+        """Build `cls` where Megatron does."""
+        kind = CheckedBlendedDataset if cls is BlendedDataset else cls
+        return BlendedMegatronDatasetBuilder.build_generic_dataset(kind, *args)
+
+
+def _complete_cache(
+    dataset: CheckedGPTDataset | CheckedBlendedDataset,
+    folder: str,
+    split: str,
+    names: tuple[str, ...],
+    build: Callable[[], tuple[numpy.ndarray, ...]],
+) -> None:
+    """Write the files `names` of a dataset's index cache, whole, unless all are there."""
+    config = dataset.config
+    if config.defer_npy_index_mmap or config.fast_cache_load:
+        return
+    base = os.path.join(folder, f"{dataset.unique_description_hash}-{type(dataset).__name__}-{split}")
+    arrays = [f"{base}-{name}.npy" for name in names]
+    description = f"{base}-description.txt"
+    if all(map(os.path.isfile, [description, *arrays])):
+        return
+    dataset.config = copy.copy(config)
+    dataset.config.path_to_cache = ""  # Megatron then builds in memory, on every rank
+    built = build()
+    dataset.config = config
+    os.makedirs(folder, exist_ok=True)
+    for path, array in zip(arrays, built, strict=True):
+        _write_whole(path, array)
+    _write_whole(description, dataset.unique_description)
 
 
 def _write_whole(path: str, content: numpy.ndarray | str) -> None:
@@ -147,7 +182,7 @@ def dataset_provider(num_samples: list[int], vp_stage: int | None = None) -> Any
     config = dataset_config()
     kind = MockGPTDataset if config.mock else CheckedGPTDataset
     try:
-        datasets = BlendedMegatronDatasetBuilder(kind, num_samples, lambda: _reads_data(vp_stage), config).build()
+        datasets = CheckedBuilder(kind, num_samples, lambda: _reads_data(vp_stage), config).build()
     except (AssertionError, ValueError, IndexError) as error:
         raise UserError(
             f"the datasets cannot be built: {reason(error)} (sequences of "

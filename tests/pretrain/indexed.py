@@ -5,10 +5,9 @@ from typing import Any
 
 import numpy
 import torch
-from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-from megagate.pretrain.datasets import CheckedGPTDataset, DatasetConfig
+from megagate.pretrain.datasets import CheckedBuilder, CheckedGPTDataset, DatasetConfig
 from megagate.pretrain.train import use_prebuilt_index_builder
 
 
@@ -43,4 +42,4 @@ def training_dataset(samples: int, sequence_length: int = 8, **options: Any) -> 
     config = DatasetConfig(
         sequence_length=sequence_length, tokenizer=Tokenizer(), mid_level_dataset_surplus=0.005, **settings | options
     )
-    return BlendedMegatronDatasetBuilder(CheckedGPTDataset, [samples, 0, 0], lambda: True, config).build()[0]
+    return CheckedBuilder(CheckedGPTDataset, [samples, 0, 0], lambda: True, config).build()[0]
