@@ -126,6 +126,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     validate(args)
     # What the checkpoints say about the data; as in check_data, the first rank of a machine looks.
     args.data_record = data_record.record(args) if _is_first_of_machine() else None
+    args.data_record_is_common = False
     if checkpoint is not None:
         check_fits(args, checkpoint)
     return args

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy
+import torch
 from megatron.core import mpu
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
@@ -15,7 +16,6 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, Moc
 from megatron.training import get_args, get_tokenizer
 from megatron.training.utils import get_blend_and_blend_per_split
 
-from megagate.data.validate import fingerprint
 from megagate.errors import UserError, reason
 
 
@@ -34,12 +34,33 @@ def dataset_prefixes(args: argparse.Namespace) -> list[str]:
     return list(dict.fromkeys(prefix for prefixes, _ in blends for prefix in prefixes))
 
 
+def _common_record(args: argparse.Namespace) -> dict[str, Any]:
+    """Return what the first rank found out about the data, on every rank; only the first call communicates.
+
+    Raises:
+        UserError: the data are others on this machine.
+    """
+    if not args.data_record_is_common:
+        own, box = args.data_record, [args.data_record]
+        torch.distributed.broadcast_object_list(box)
+        args.data_record, args.data_record_is_common = box[0], True
+        for path, found in (own or {"fingerprints": {}})["fingerprints"].items():
+            expected = args.data_record["fingerprints"].get(path)
+            if found != expected:
+                raise UserError(
+                    f"{path} is of size and digest {found} on {os.uname().nodename}, but {expected} on the first "
+                    "machine: copy the same files to all of them"
+                )
+    record: dict[str, Any] = args.data_record
+    return record
+
+
 def dataset_config() -> DatasetConfig:
     """Return the dataset configuration for the global arguments."""
     args = get_args()
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     return DatasetConfig(
-        fingerprints=[fingerprint(prefix) for prefix in dataset_prefixes(args)],
+        fingerprints=list(_common_record(args)["fingerprints"].values()),
         random_seed=args.seed,
         sequence_length=args.seq_length,
         blend=blend,

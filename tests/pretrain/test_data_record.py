@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -120,3 +121,23 @@ def test_other_contents_are_refused(run: list[str]) -> None:
         resume(run)
     write_dataset(Path(second), 200, seed=1)
     resume(run)
+
+
+def train_and_return_record(argv: list[str]) -> tuple[bool, dict[str, Any]]:
+    """Return whether this rank read the data's fingerprints itself, and the record after training."""
+    from unittest import mock
+
+    from megatron.training import get_args
+
+    from megagate.pretrain import data_record
+
+    with mock.patch.object(data_record, "fingerprint", wraps=data_record.fingerprint) as reading:
+        train_in_rank(argv)
+    return reading.called, get_args().data_record
+
+
+def test_the_first_rank_of_a_machine_reads_for_all(run: list[str], tmp_path: Path) -> None:
+    argv = [*run[: run.index("--load")], "--save", str(tmp_path), "--exit-interval", "1"]
+    (first_reads, first), (second_reads, second) = run_distributed(train_and_return_record, 2, argv, timeout=60)
+    assert first_reads and not second_reads
+    assert first == second and len(first["fingerprints"]) == 2
