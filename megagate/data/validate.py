@@ -47,19 +47,21 @@ def check_indexed_dataset(prefix: str) -> None:
 
 
 def fingerprint(prefix: str) -> str:
-    """Return a short text that changes when the dataset does: sizes, and a digest of the index's two ends.
+    """Return a short text that changes when the dataset does: sizes, and a digest of both ends of both files.
 
     Cheap and the same on every file system; a remote prefix has none and gives an empty text.
     """
     if prefix.startswith(REMOTE):
         return ""
     digest = hashlib.sha256()
-    with open(prefix + ".idx", "rb") as stream:
-        size = stream.seek(0, os.SEEK_END)
-        for start in (0, max(0, size - 65536)):
-            stream.seek(start)
-            digest.update(stream.read(65536))
-    return f"{os.path.getsize(prefix + '.bin')}-{size}-{digest.hexdigest()[:16]}"
+    sizes = []
+    for suffix in (".bin", ".idx"):
+        with open(prefix + suffix, "rb") as stream:
+            sizes.append(stream.seek(0, os.SEEK_END))
+            for start in (0, max(0, sizes[-1] - 65536)):
+                stream.seek(start)
+                digest.update(stream.read(65536))
+    return f"{sizes[0]}-{sizes[1]}-{digest.hexdigest()[:16]}"
 
 
 def _check_presence(prefix: str, index: str, data: str) -> None:

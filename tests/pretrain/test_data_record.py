@@ -121,6 +121,11 @@ def test_other_contents_are_refused(run: list[str]) -> None:
         resume(run)
     write_dataset(Path(second), 200, seed=1)
     resume(run)
+    content = Path(second + ".bin").read_bytes()
+    Path(second + ".bin").write_bytes(content[:-2] + b"\1\0")  # as many tokens
+    with pytest.raises(UserError, match=f"{second} of size and digest .*, but this run has"):
+        resume(run)
+    Path(second + ".bin").write_bytes(content)
 
 
 def train_and_return_record(argv: list[str]) -> tuple[bool, dict[str, Any]]:
