@@ -22,7 +22,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from megagate.checkpoint import described_model, torch_dist
+from megagate.checkpoint import carried, described_model, torch_dist
 from megagate.checkpoint.accounting import check_all_used, converted, wanted
 from megagate.checkpoint.families import FAMILIES, family_named, holding, recognise
 from megagate.checkpoint.families.base import Family, Rule
@@ -165,7 +165,6 @@ def import_checkpoint(
                     if weight.name in VOCABULARY_ROWS:
                         tensor = _with_rows(tensor, args.padded_vocab_size)
                     write(weight.name, tensor, weight.index, made[weight.name].shape[0] if tensor.dim() else 0)
-        reader.close()
         for key in state.objects:
             writer.write_object(key, None)
         if args.tokenizer_model is not None:
@@ -174,6 +173,13 @@ def import_checkpoint(
         writer.write_object(torch_dist.COMMON_STATE, common)
         writer.close()
         copy_side_files(source, staging / SOURCE)
+        beside = {
+            name: tensor
+            for name, tensor in carried.names(family, reader.tensors).items()
+            if not any(fnmatch.fnmatch(name, pattern) for pattern in drop)
+        }
+        carried.keep(reader, beside, staging / SOURCE / carried.FOLDER)
+        reader.close()
         head = f"# {family.name} model, imported; add data, batch size and schedule to train on with --load\n"
         (staging / RECIPE).write_text(head + yaml.safe_dump(flags, sort_keys=False), encoding="utf-8")
         (staging / TRACKER).write_text(RELEASE)
@@ -227,9 +233,20 @@ def export_checkpoint(
     if dtype is not None:
         made = {name: StoredTensor(tensor.shape, dtype) for name, tensor in made.items()}
     summary = Summary(family.name, tensors=len(made))
+    kept = carried.kept(family, source, args.hidden_size)
+    beside = carried.names(family, kept.tensors) if kept else {}
+    if beside:
+        print(
+            f"{len(beside)} tensors for multi-token prediction are written as {source} has them: training has not "
+            "changed them",
+            file=sys.stderr,
+            flush=True,
+        )
+    if dtype is not None:
+        beside = {name: StoredTensor(tensor.shape, dtype) for name, tensor in beside.items()}
     with complete_or_nothing(out, (CONFIG,), overwrite, (checkpoint,)) as staging:
-        writer = WeightWriter(staging, made, max_shard_size)
-        progress = Progress(sum(tensor.nbytes for tensor in made.values()))
+        writer = WeightWriter(staging, made | beside, max_shard_size)
+        progress = Progress(sum(tensor.nbytes for tensor in (made | beside).values()))
         with Writing(writer.write, progress) as write:
             for rule in rules:
                 tensors = [reader.read(weight.name, weight.index) for weight in rule.megatron]
@@ -239,7 +256,12 @@ def export_checkpoint(
                 ]
                 for weight, tensor in zip(rule.hf, rule.to_hf(tensors), strict=True):
                     write(weight.name, tensor.to(made[weight.name].dtype), weight.index)
+            for name, stored in beside.items():
+                assert kept is not None
+                write(name, kept.read(name).to(stored.dtype))
         reader.close()
+        if kept is not None:
+            kept.close()
         writer.close()
         write_side_files(staging, config, _usual_dtype(made), args, source, tokenizer)
         for file in getattr(family, "files", ()):

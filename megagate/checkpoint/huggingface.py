@@ -227,6 +227,11 @@ def _weight_files(directory: Path) -> tuple[list[str], dict[str, str]]:
     raise UserError(f"{directory} has no weights: neither {' nor '.join(SINGLE_FILES)}, nor an index of several files")
 
 
+def has_weights(directory: Path) -> bool:
+    """Whether a directory has a file of weights, or the index of several."""
+    return any((directory / name).is_file() for single in SINGLE_FILES for name in (single, f"{single}.index.json"))
+
+
 class WeightWriter:
     """Writes safetensors files whose tensors are filled in later, in any order.
 

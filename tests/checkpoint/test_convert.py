@@ -349,6 +349,26 @@ def test_left_out_by_name(copy: Path, imported: HuggingFace, tmp_path: Path) -> 
     assert "fits no tensor" in outputs[2]
 
 
+def test_heads_for_multi_token_prediction_are_carried(hugging_face: HuggingFace, tmp_path: Path) -> None:
+    """From the import to the export, also where only the original directory is named; `--drop` leaves them out."""
+    source = Path(shutil.copytree(hugging_face("qwen3_next"), tmp_path / "source"))
+    heads = {"mtp.fc.weight": torch.randn(4, 6), "mtp.layers.0.norm.weight": torch.randn(5)}
+    change_weights(lambda tensors: tensors.update(heads))(source)
+    outputs = run(
+        f"import --hf {source} --out {tmp_path / 'ckpt'}",
+        f"export --ckpt {tmp_path / 'ckpt'} --out {tmp_path / 'kept'} --verify",
+        f"export --ckpt {tmp_path / 'ckpt'} --out {tmp_path / 'named'} --hf {source}",
+        f"import --hf {source} --out {tmp_path / 'without'} --drop mtp.*",
+        f"export --ckpt {tmp_path / 'without'} --out {tmp_path / 'dropped'}",
+    )
+    assert "left out: 2 tensors mtp.*" in outputs[0]
+    assert "2 tensors for multi-token prediction are written as" in outputs[1]
+    assert_verified(outputs[1].splitlines()[-1])
+    for name in ("kept", "named"):
+        assert_same(weights(tmp_path / name), weights(source))
+    assert_same(weights(tmp_path / "dropped"), weights(hugging_face("qwen3_next")))
+
+
 def test_what_is_there_is_kept(hugging_face: HuggingFace, imported: HuggingFace, tmp_path: Path) -> None:
     foreign, out = tmp_path / "foreign", tmp_path / "out"
     foreign.mkdir()

@@ -55,7 +55,11 @@ class Qwen3Next(Qwen3):
 
     name = "qwen3_next"
     architecture = "Qwen3NextForCausalLM"
-    dropped: Mapping[str, str] = {"mtp.": "multi-token prediction, which neither transformers nor megagate has"}
+    dropped: Mapping[str, str] = {
+        "mtp.": "multi-token prediction, which neither transformers nor megagate has; an export has them as they are"
+    }
+    carried = ("mtp.",)
+    """Beginnings of names among `dropped` that an export writes as the import has found them."""
 
     def recognises(self, config: dict[str, Any]) -> bool:
         """Whether a config.json is of this family."""
