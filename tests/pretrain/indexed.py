@@ -9,12 +9,22 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from megagate.pretrain.datasets import CheckedBuilder, CheckedGPTDataset, DatasetConfig
 from megagate.pretrain.train import use_prebuilt_index_builder
+from tests.model.training import Case
 
 
 class Tokenizer:
     """What Megatron's dataset asks of a tokenizer."""
 
     vocab_size, eod, pad, unique_identifiers = 300, 0, 299, {"class": "test"}
+
+
+class DataCase(Case):
+    """A case that reads files."""
+
+    @property
+    def argv(self) -> list[str]:
+        """The command line."""
+        return [flag for flag in super().argv if flag != "--mock-data"]
 
 
 def write_dataset(prefix: Path, documents: int = 100, seed: int = 1) -> int:
