@@ -47,6 +47,8 @@ lint: $(STAMP)  ## style, formatting and types
 bench: $(STAMP)  ## the benchmarks
 	@$(PYTHON) benchmarks/run.py
 	@$(PYTHON) benchmarks/convert.py
+	@$(PYTHON) benchmarks/preprocess.py
+	@$(PYTHON) benchmarks/data_index.py
 
 clean:  ## remove caches and build products; keeps .venv and runs/
 	@rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

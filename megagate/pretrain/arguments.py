@@ -72,6 +72,9 @@ NOT_AVAILABLE: dict[str, str] = {
     "heterogeneous_layers_config_path": "--heterogeneous-layers-config-path is not supported: leave it out",
     "dataloader_inter_document_masking": "--dataloader-inter-document-masking needs packed attention, which the torch "
     "backend does not have: use --reset-attention-mask",
+    "fim_data": "--fim-data (fill-in-the-middle) is not there yet: leave it out",
+    "sft": "--sft (supervised fine-tuning) is not there: leave it out",
+    "per_dataset_sequences_path": "--per-dataset-sequences-path is not there: leave it out, lengths are read anyway",
     "use_checkpoint_args": "--use-checkpoint-args is not there yet: give the recipe that wrote the checkpoint",
     "yaml_cfg": "--yaml-cfg is Megatron's experimental format: write a --recipe instead",
 }
