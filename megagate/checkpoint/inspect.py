@@ -27,7 +27,11 @@ from megagate.errors import UserError
 from megagate.evaluate.load import find_checkpoint
 from megagate.gate.config import describe, gate_config_from_args
 
-ROUTED_EXPERT = re.compile(r"\.experts\.")
+ROUTED_EXPERT = re.compile(r"\.experts\.|\.moe\.(gate|up|down)_proj\.")
+EXPERTS = ("num_experts", "num_local_experts", "moe_num_experts")
+EXPERTS_OF_A_TOKEN = ("num_experts_per_tok", "moe_top_k")
+"""What architectures call these two in config.json."""
+
 LAYOUT = {
     "tensor": "tensor_model_parallel_size",
     "pipeline": "pipeline_model_parallel_size",
@@ -99,9 +103,11 @@ def _open_hugging_face(directory: Path) -> Opened:
         family = f"none that is converted (model_type {config.get('model_type')!r})"
     opened.facts = {"Hugging Face model": str(directory), "family": family}
     text = config.get("text_config") or config
-    experts = text.get("num_experts") or text.get("num_local_experts")
-    if experts and text.get("num_experts_per_tok"):
-        opened.active_share = text["num_experts_per_tok"] / experts
+    experts, chosen = (
+        next((text[name] for name in names if text.get(name)), None) for names in (EXPERTS, EXPERTS_OF_A_TOKEN)
+    )
+    if experts and chosen:
+        opened.active_share = chosen / experts
     return opened
 
 

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -347,6 +348,23 @@ def test_left_out_by_name(copy: Path, imported: HuggingFace, tmp_path: Path) -> 
     )
     assert "left out: 1 tensors" in outputs[0] and "bit for bit" in outputs[1]
     assert "fits no tensor" in outputs[2]
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "step3p5"])
+def test_active_parameters_are_counted(hugging_face: HuggingFace, imported: HuggingFace, name: str) -> None:
+    counts = []
+    for output in run(f"inspect {hugging_face(name)}", f"inspect {imported(name)}"):
+        numbers = [re.search(rf"^{word} +([\d,]+)", output, re.MULTILINE) for word in ("parameters", "active")]
+        counts.append([int(number[1].replace(",", "")) for number in numbers if number])
+    asleep = [total - active for total, active in counts]
+    assert asleep[0] == asleep[1] > 0.1 * counts[0][0]  # the checkpoint pads the rows of a gate
+
+
+def test_an_interval_without_layers_is_refused(hugging_face: HuggingFace, tmp_path: Path) -> None:
+    source = Path(shutil.copytree(hugging_face("qwen3_next"), tmp_path / "source"))
+    change_config(full_attention_interval=0)(source)
+    (output,) = run(f"import --hf {source} --out {tmp_path / 'ckpt'}")
+    assert "full_attention_interval is 0 in config.json: it must be 1 or more" in output
 
 
 def test_heads_for_multi_token_prediction_are_carried(hugging_face: HuggingFace, tmp_path: Path) -> None:

@@ -239,6 +239,8 @@ def layer_types(settings: Settings) -> list[str]:
     """Return the kind of attention of each block; `check_attention` has looked at those that are given."""
     count = settings.get("num_hidden_layers")
     interval = settings.get("full_attention_interval", 4)
+    if not isinstance(interval, int) or interval < 1:
+        raise UserError(f"full_attention_interval is {interval!r} in config.json: it must be 1 or more")
     return settings.get("layer_types", [FULL if (layer + 1) % interval == 0 else LINEAR for layer in range(count)])
 
 
