@@ -131,7 +131,8 @@ def blend(sources: Sequence[dict[str, Any]], total: float | None = None, split: 
         tokens = index.tokens_of_first(round(part * len(index.lengths)))
         if not tokens:
             raise UserError(
-                f"{source['path']} has {len(index.lengths)} sequences, of which --split {split} gives training none"
+                f"{source['path']} has {len(index.lengths)} sequences, of which --split {split} gives training none: "
+                "change the split"
             )
         available.append(tokens)
     fixed = [_fixed(source, tokens) for source, tokens in zip(sources, available, strict=True)]
@@ -143,7 +144,9 @@ def blend(sources: Sequence[dict[str, Any]], total: float | None = None, split: 
     if any(weights) and total is None:
         raise UserError("a source has a weight, so the total is needed: give --tokens, or each source tokens or epochs")
     if any(weights) and rest <= 0:
-        raise UserError(f"the sources with tokens or epochs take {budget:,.0f} of {total:,.0f} tokens and leave none")
+        raise UserError(
+            f"the sources with tokens or epochs take {budget:,.0f} of {total:,.0f} tokens and leave none: raise it"
+        )
     if not any(weights) and total is not None and abs(rest) > 0.001 * total:
         raise UserError(f"the sources add up to {budget:,.0f} tokens, not to --tokens {total:,.0f}; give one a weight")
     drawn = [

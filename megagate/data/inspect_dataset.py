@@ -91,7 +91,7 @@ def check(index: Index, vocab_size: int | None = None) -> None:
         if len(outside):
             raise UserError(
                 f"{index.prefix}.bin has the token {chunk[outside[0]]} at place {start + outside[0]}, outside a "
-                f"vocabulary of {vocab_size}: it was made with another tokenizer"
+                f"vocabulary of {vocab_size}: it was made with another tokenizer; preprocess with this one"
             )
 
 

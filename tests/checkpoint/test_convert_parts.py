@@ -260,3 +260,12 @@ def test_sentencepiece_becomes_a_tokenizer_of_transformers(
 def test_a_tokenizer_that_would_differ_is_not_written(sentencepiece_model: Callable[..., Path], tmp_path: Path) -> None:
     assert isinstance(write_sentencepiece(sentencepiece_model("unigram"), tmp_path), str)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_link_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    sentence = "link is a link or a mount point, which cannot be replaced: give a directory inside it"
+    with pytest.raises(UserError, match=sentence), complete_or_nothing(tmp_path / "link", ("config.json",)):
+        pass
+    assert (tmp_path / "link").is_symlink()

@@ -111,6 +111,14 @@ def test_what_makes_no_blend_is_refused(paths: list[str], tmp_path: Path, source
 
 def test_other_mistakes_are_refused(paths: list[str], tmp_path: Path) -> None:
     one = {"path": paths[0], "weight": 1}
+    (tmp_path / "there.txt").write_text("mine")
+    with pytest.raises(UserError, match=r"there\.txt exists; choose another --output or remove it"):
+        main([str(file_of(tmp_path, one)), "--tokens", "10", "--output", str(tmp_path / "there.txt")])
+    assert (tmp_path / "there.txt").read_text() == "mine"
+    with pytest.raises(UserError, match=r"cannot read .*absent\.yaml: No such file"):
+        main([str(tmp_path / "absent.yaml")])
+    with pytest.raises(UserError, match=r"cannot write .*absent/out\.txt: No such file"):
+        main([str(file_of(tmp_path, one)), "--tokens", "10", "--output", str(tmp_path / "absent" / "out.txt")])
     with pytest.raises(UserError, match="so the total is needed"):
         main([str(file_of(tmp_path, one))])
     with pytest.raises(UserError, match="twice"):

@@ -87,3 +87,13 @@ def test_a_token_outside_the_vocabulary_is_found(tmp_path: Path) -> None:
     check(index, 109)
     with pytest.raises(UserError, match="has the token 108 at place 12, outside a vocabulary of 108"):
         check(index, 108)
+
+
+def test_only_files_of_text_are_opened(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="s3://data/a is remote; only files are handled here, so copy it first"):
+        open_index("s3://data/a")
+    prefix = write_dataset(tmp_path / "data", DOCUMENTS)
+    with open(f"{prefix}.idx", "ab") as file:
+        file.write(bytes(len(DOCUMENTS)))
+    with pytest.raises(UserError, match=r"data\.idx has a mode for each sequence, as multimodal data have"):
+        open_index(prefix)

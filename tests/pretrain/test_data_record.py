@@ -1,10 +1,12 @@
 """A resumed run goes on in the order it had: what would change that is refused, and only that."""
 
+import argparse
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megagate.errors import UserError
 from megagate.pretrain.data_record import epochs
@@ -146,3 +148,17 @@ def test_the_first_rank_of_a_machine_reads_for_all(run: list[str], tmp_path: Pat
     (first_reads, first), (second_reads, second) = run_distributed(train_and_return_record, 2, argv, timeout=60)
     assert first_reads and not second_reads
     assert first == second and len(first["fingerprints"]) == 2
+
+
+def agree(own: list[str]) -> None:
+    from megagate.pretrain.datasets import _common_record
+
+    record = {"fingerprints": {"data/a": own[torch.distributed.get_rank()]}}
+    _common_record(argparse.Namespace(data_record=record, data_record_is_common=False))
+
+
+def test_machines_with_other_data_are_refused() -> None:
+    run_distributed(agree, 2, ["1-2-3", "1-2-3"])
+    sentence = r"data/a is of size and digest 1-2-4 on \S+, but 1-2-3 on the first machine: copy the same files to all"
+    with pytest.raises(UserError, match=sentence):
+        run_distributed(agree, 2, ["1-2-3", "1-2-4"])

@@ -150,7 +150,8 @@ IMPORTS = [
     ("qwen3", {"quantization_config": {"quant_method": "fp8"}}, "quantised weights"),
     ("qwen3", {"rope_scaling": {"factor": 4.0}}, "a factor for the rotary embedding"),
     ("qwen3", {"vocab_size": None}, "no vocab_size"),
-    ("qwen3", {"layer_types": ["chunked_attention"] * 32}, "'chunked_attention'"),
+    ("qwen3", {"layer_types": ["chunked_attention"] * 32}, "'chunked_attention', which cannot be represented"),
+    ("qwen3", {"rope_parameters": [1]}, "for the rotary embedding, which must be a JSON object"),
     ("qwen3", {"layer_types": ["linear_attention"] * 32}, "'linear_attention'"),
     ("qwen3", {"layer_types": ["full_attention"] * 31}, "31 layer_types for 32"),
     *[
