@@ -19,8 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from megagate.data.index_file import CHUNK
-from megagate.data.validate import HEADER, MAGIC, VERSION
+from megagate.data.index_file import write_index_of_lengths
 
 MEAN_TOKENS = 512
 SEQUENCE = 4096
@@ -28,25 +27,12 @@ UINT16 = 8
 SAMPLES = 1000
 
 
-def write_index(prefix: str, documents: int) -> int:
+def write_dataset(prefix: str, documents: int) -> int:
     """Write an index of random lengths and a .bin file without content; return the number of tokens."""
-    tokens = 0
-
-    def lengths() -> Any:
-        generator = np.random.default_rng(1)
-        for start in range(0, documents, CHUNK):
-            yield start, generator.integers(1, 2 * MEAN_TOKENS, min(CHUNK, documents - start), np.int32)
-
+    lengths = np.random.default_rng(1).integers(1, 2 * MEAN_TOKENS, documents, np.int32)
     with open(prefix + ".idx", "wb") as file:
-        file.write(HEADER.pack(MAGIC, VERSION, UINT16, documents, documents + 1))
-        for _, chunk in lengths():
-            file.write(chunk.tobytes())
-        for _, chunk in lengths():
-            ends = tokens + np.cumsum(chunk, dtype=np.int64)
-            file.write((2 * np.concatenate([[tokens], ends[:-1]])).tobytes())
-            tokens = int(ends[-1])
-        for start in range(0, documents + 1, CHUNK):
-            file.write(np.arange(start, min(start + CHUNK, documents + 1)).tobytes())
+        write_index_of_lengths(file, UINT16, lengths)
+    tokens = int(lengths.sum(dtype=np.int64))
     with open(prefix + ".bin", "wb") as file:
         file.truncate(2 * tokens)
     return tokens
@@ -123,7 +109,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory(dir=options.directory) as folder:
         prefix = str(Path(folder) / "data")
-        tokens = write_index(prefix, options.documents)
+        tokens = write_dataset(prefix, options.documents)
         size = Path(prefix + ".idx").stat().st_size
         print(f"{options.documents:,} documents, {tokens:,} tokens, an index of {size / 1e9:.2f} GB", flush=True)
         what = json.dumps({"prefix": prefix, "documents": options.documents, "tokens": tokens})

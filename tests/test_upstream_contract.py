@@ -18,13 +18,14 @@ import megatron.core.datasets.utils
 import megatron.core.dist_checkpointing
 import megatron.training.initialize
 import megatron.training.training
+import numpy as np
 import pytest
 import torch.distributed.checkpoint
 import torch.utils._device
 from emerging_optimizers.orthogonalized_optimizers import AdaptiveMuon
 from megatron.core import optimizer as megatron_optimizer
 from megatron.core.datasets.gpt_dataset import GPTDataset
-from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 from megatron.core.dist_checkpointing import gpt_checkpoint_interop
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.serialization import load_common_state_dict
@@ -64,6 +65,7 @@ from megagate.checkpoint.fit import CONTEXT_ARGUMENTS, MODEL_ARGUMENTS
 from megagate.checkpoint.names import NORM_NAMES
 from megagate.checkpoint.pickles import INDEX_CLASSES
 from megagate.checkpoint.torch_dist import TensorWriter
+from megagate.data.index_file import write_index_of_lengths
 from megagate.model.backends import functions, torch_backend
 from megagate.model.router import GLOBAL_LOSS
 from megagate.platform import cpu
@@ -314,9 +316,15 @@ def test_data_tokenizer() -> None:
     assert "self._tokenizer.text_to_ids(text)" in inspect.getsource(MegatronTokenizerText.tokenize)
 
 
-def test_data_preprocess(tmp_path: Path) -> None:
-    builder = IndexedDatasetBuilder(str(tmp_path / "a.bin"))
-    assert (builder.sequence_lengths, builder.document_indices) == ([], [0])
+def test_index_file(tmp_path: Path) -> None:
+    """megagate/data/index_file.py writes what Megatron's builder writes of documents of one sequence."""
+    builder = IndexedDatasetBuilder(str(tmp_path / "a.bin"), dtype=np.uint16)
+    for length in (3, 1, 0, 7):
+        builder.add_document(np.arange(length), [length])
+    builder.finalize(str(tmp_path / "a.idx"))
+    with open(tmp_path / "b.idx", "wb") as file:
+        write_index_of_lengths(file, DType.code_from_dtype(np.uint16), np.array([3, 1, 0, 7], np.int32))
+    assert (tmp_path / "a.idx").read_bytes() == (tmp_path / "b.idx").read_bytes()
 
 
 def test_checkpoint_torch_dist(tmp_path: Path) -> None:

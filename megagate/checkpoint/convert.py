@@ -35,12 +35,12 @@ from megagate.checkpoint.side_files import SOURCE, copy_side_files, tokenizer_fl
 from megagate.data.tokenizer import quiet
 from megagate.errors import UserError
 from megagate.evaluate.load import find_checkpoint
+from megagate.progress import ByteProgress
 
 RECIPE = "recipe.yaml"
 VOCABULARY_ROWS = ("embedding.word_embeddings.weight", "output_layer.weight")
 """Tensors whose rows Megatron pads."""
 
-PROGRESS_SECONDS = 2.0
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -60,25 +60,6 @@ class Summary:
         return f"{self.tensors} tensors, {self.nbytes / 1e9:.3f} GB in {self.seconds:.1f} s ({rate:.0f} MB/s)"
 
 
-class Progress:
-    """One line on standard error every `PROGRESS_SECONDS`."""
-
-    def __init__(self, total: int) -> None:
-        self.done, self._total = 0, total
-        self.started = self._shown = time.monotonic()
-
-    def add(self, nbytes: int) -> None:
-        """Count bytes that have been written."""
-        self.done += nbytes
-        now = time.monotonic()
-        if now - self._shown >= PROGRESS_SECONDS:
-            self._shown = now
-            rate = self.done / 1e6 / (now - self.started)
-            share = 100 * self.done / self._total
-            line = f"{share:.0f} %, {self.done / 1e9:.2f} of {self._total / 1e9:.2f} GB, {rate:.0f} MB/s"
-            print(line, file=sys.stderr, flush=True)
-
-
 class Writing:
     """Writes in a thread, while the next tensors are read; few wait, so that memory holds few.
 
@@ -88,7 +69,7 @@ class Writing:
 
     WAITING = 2
 
-    def __init__(self, write: Callable[..., None], progress: Progress) -> None:
+    def __init__(self, write: Callable[..., None], progress: ByteProgress) -> None:
         self._write, self._progress = write, progress
         self._thread = ThreadPoolExecutor(max_workers=1)
         self._waiting: deque[Future[None]] = deque()
@@ -157,7 +138,7 @@ def import_checkpoint(
         checkpoint = staging / RELEASE
         checkpoint.mkdir()
         writer = torch_dist.TensorWriter(checkpoint)
-        progress = Progress(sum(tensor.nbytes for tensor in made.values()))
+        progress = ByteProgress(sum(tensor.nbytes for tensor in made.values()))
         with Writing(writer.write, progress) as write:
             for rule in rules:
                 outputs = rule.to_megatron([reader.read(weight.name, weight.index) for weight in rule.hf])
@@ -246,7 +227,7 @@ def export_checkpoint(
         beside = {name: StoredTensor(tensor.shape, dtype) for name, tensor in beside.items()}
     with complete_or_nothing(out, (CONFIG,), overwrite, (checkpoint,)) as staging:
         writer = WeightWriter(staging, made | beside, max_shard_size)
-        progress = Progress(sum(tensor.nbytes for tensor in (made | beside).values()))
+        progress = ByteProgress(sum(tensor.nbytes for tensor in (made | beside).values()))
         with Writing(writer.write, progress) as write:
             for rule in rules:
                 tensors = [reader.read(weight.name, weight.index) for weight in rule.megatron]

@@ -12,8 +12,6 @@ import errno
 import glob
 import json
 import os
-import sys
-import time
 from collections.abc import Sequence
 from io import FileIO
 from typing import Any
@@ -21,11 +19,11 @@ from typing import Any
 from megagate.data.index_file import Index, first_inconsistency, open_index, write_index
 from megagate.data.validate import check_indexed_dataset
 from megagate.errors import UserError
+from megagate.progress import ByteProgress
 
 PARTIAL = ".partial-"
 """In the names of files that are being written."""
 
-PROGRESS_SECONDS = 5.0
 COPIED_AT_ONCE = 64 << 20
 NOT_IN_THE_KERNEL = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 """What copy_file_range says where the two file systems cannot copy between them."""
@@ -99,7 +97,7 @@ def _write(parts: Sequence[Index], output_prefix: str) -> None:
     try:
         os.makedirs(os.path.dirname(output_prefix) or ".", exist_ok=True)
         with open(temporary + ".bin", "wb", buffering=0) as file:
-            progress = _Progress(total)
+            progress = ByteProgress(total)
             for part in parts:
                 _append(part.prefix + ".bin", file, progress)
             os.fsync(file.fileno())
@@ -118,23 +116,7 @@ def _write(parts: Sequence[Index], output_prefix: str) -> None:
                 os.remove(temporary + suffix)
 
 
-class _Progress:
-    def __init__(self, total: int) -> None:
-        self._total, self._done = total, 0
-        self._started = self._shown = time.monotonic()
-
-    def add(self, count: int) -> None:
-        """Count bytes that have been copied."""
-        self._done += count
-        now = time.monotonic()
-        if now - self._shown >= PROGRESS_SECONDS:
-            self._shown = now
-            share, rate = 100 * self._done / self._total, self._done / 1e6 / (now - self._started)
-            line = f"{share:.0f} %, {self._done / 1e9:.2f} of {self._total / 1e9:.2f} GB, {rate:.0f} MB/s"
-            print(line, file=sys.stderr, flush=True)
-
-
-def _append(source: str, target: FileIO, progress: _Progress) -> None:
+def _append(source: str, target: FileIO, progress: ByteProgress) -> None:
     """Append a file to an open one, in the kernel where the file systems can."""
     with open(source, "rb", buffering=0) as file:
         remaining = os.fstat(file.fileno()).st_size

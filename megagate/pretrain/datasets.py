@@ -102,9 +102,8 @@ class CheckedGPTDataset(GPTDataset):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.indices: numpy.ndarray = self.indices[
-            :0
-        ].copy()  # the documents by number: read to build the index, never after
+        # The number of each document, which Megatron reads to build the index and never after.
+        self.indices: numpy.ndarray = self.indices[:0].copy()
 
     @staticmethod
     def _key_config_attributes() -> list[str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 
-def write_dataset(prefix: Path, documents: Sequence[Sequence[int]], dtype: type = np.uint16) -> str:
+def write_dataset(prefix: Path, documents: Sequence[Sequence[int] | np.ndarray], dtype: type = np.uint16) -> str:
     """Write one sequence per document, and return the prefix."""
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 

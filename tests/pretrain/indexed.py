@@ -4,11 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy
-import torch
-from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from megagate.pretrain.datasets import CheckedBuilder, CheckedGPTDataset, DatasetConfig
 from megagate.pretrain.train import use_prebuilt_index_builder
+from tests.data import datasets
 from tests.model.training import Case
 
 
@@ -30,11 +29,8 @@ class DataCase(Case):
 def write_dataset(prefix: Path, documents: int = 100, seed: int = 1) -> int:
     """Write documents of 1 to 29 random tokens, and return how many tokens there are."""
     generator = numpy.random.default_rng(seed)
-    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=numpy.uint16)
     lengths = generator.integers(1, 30, documents)
-    for length in lengths:
-        builder.add_document(torch.from_numpy(generator.integers(1, 255, length)), [int(length)])
-    builder.finalize(f"{prefix}.idx")
+    datasets.write_dataset(prefix, [generator.integers(1, 255, length) for length in lengths])
     return int(lengths.sum())
 
 
