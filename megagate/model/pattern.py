@@ -109,6 +109,25 @@ def derive_pattern(has_experts: Sequence[bool], is_linear: Sequence[bool], sizes
     return BOUNDARY.join(stages)
 
 
+def block_of_each_layer(layers: str) -> list[int]:
+    """Return the transformer block, from 1, that each layer belongs to.
+
+    A block is an attention layer with the feed-forward layer after it; in a pattern that the user wrote, a layer
+    without its other half is a block of its own.
+
+    Args:
+        layers: a pattern without boundaries.
+    """
+    blocks: list[int] = []
+    open_block = False  # whether the last block waits for its feed-forward layer
+    for layer in layers:
+        feed_forward = layer in (EXPERTS, DENSE)
+        joins = feed_forward and open_block
+        blocks.append((blocks[-1] if blocks else 0) + (not joins))
+        open_block = not feed_forward
+    return blocks
+
+
 def check_pattern(pattern: str, num_experts: int | None) -> None:
     """Check a pattern that the user wrote.
 

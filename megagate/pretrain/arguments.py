@@ -43,6 +43,7 @@ from megagate.pretrain.gate_checks import add_gate_training_arguments, check_gat
 from megagate.pretrain.layout import check_layout
 from megagate.pretrain.parser import HelpFormatter, Parser
 from megagate.pretrain.recipe import merge_recipe
+from megagate.telemetry.loop import add_telemetry_arguments, check_telemetry
 
 DEFAULTS: dict[str, Any] = {
     # Expert-tensor parallelism would follow the tensor-parallel size and cut small experts smaller.
@@ -205,6 +206,7 @@ def _add_own_arguments(parser: argparse.ArgumentParser) -> None:
         help="write optimizer states as they lie on the ranks: faster, but they load on the same TP, PP and EP only",
     )
     add_gate_training_arguments(parser)
+    add_telemetry_arguments(parser)
     parser.set_defaults(**DEFAULTS)
 
 
@@ -240,6 +242,7 @@ def complete(args: argparse.Namespace) -> None:
     if args.tokenizer_type is None:
         raise UserError("--tokenizer-type is not given: say which tokenizer the data were made with")
     check_schedule(args)
+    check_telemetry(args)
     set_recompute(args, gate)
     set_pattern(args)
     check_gate(args, gate)

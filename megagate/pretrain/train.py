@@ -14,6 +14,7 @@ from megagate.model.builder import model_config
 from megagate.pretrain import flops, gate_optimizer
 from megagate.pretrain.batch import forward_step
 from megagate.pretrain.datasets import dataset_provider
+from megagate.telemetry import loop as telemetry
 
 
 def use_prebuilt_index_builder() -> None:
@@ -35,6 +36,7 @@ def train(args: argparse.Namespace) -> None:
     torch_adam.apply()
     gate_optimizer.apply()
     flops.apply()
+    telemetry.apply()
     config = pretrain_cfg_container_from_args(args, model_config(args))
     if args.rank == 0:
         gate = gate_config_from_args(args)
@@ -46,5 +48,7 @@ def train(args: argparse.Namespace) -> None:
             raise RuntimeError("Megatron gave up loading the checkpoint: its last message says why") from stop
         if stop.code:
             raise
+    finally:
+        telemetry.forget()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

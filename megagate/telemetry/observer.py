@@ -1,0 +1,134 @@
+"""What observers have in common: the layers they look at, what they may do there, and the form of their results.
+
+An observer hangs itself on modules for one step and off them afterwards, so that a step without observers runs the
+model as it is. It reads what the layers have computed, without a gradient and without a random number, and changes
+nothing. Layers that are computed again in the backward pass are seen once.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from megatron.core.models.hybrid.hybrid_block import HybridStack
+from torch import Tensor, nn
+
+from megagate.model.pattern import BOUNDARY, block_of_each_layer
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer of the hybrid stack on this rank."""
+
+    module: nn.Module
+    block: int
+    """Which transformer block it belongs to, from 1."""
+    ends_block: bool
+
+
+def layers_of(chunks: Iterable[nn.Module], pattern: str) -> list[Layer]:
+    """Return this rank's layers, of all chunks.
+
+    Args:
+        chunks: of the model, wrapped or not.
+        pattern: the hybrid layer pattern of the whole model.
+    """
+    blocks = block_of_each_layer(pattern.replace(BOUNDARY, ""))
+    stacks = [module for chunk in chunks for module in chunk.modules() if isinstance(module, HybridStack)]
+    found = []
+    for stack in stacks:
+        for module in stack.layers:
+            number = module.layer_number  # from 1
+            ends = number == len(blocks) or blocks[number] != blocks[number - 1]
+            found.append(Layer(module, blocks[number - 1], ends))
+    return found
+
+
+@dataclass
+class Histogram:
+    """Counts [n] of values up to the limits [n], ascending; a value beyond the last limit counts there."""
+
+    limits: list[float]
+    counts: list[float]
+
+
+@dataclass
+class Findings:
+    """What was observed in a step, by TensorBoard tag."""
+
+    scalars: dict[str, float] = field(default_factory=dict)
+    histograms: dict[str, Histogram] = field(default_factory=dict)
+
+    def update(self, other: "Findings") -> None:
+        """Take over what another has found."""
+        self.scalars.update(other.scalars)
+        self.histograms.update(other.histograms)
+
+    def add_by_block(self, tag: str, values: Tensor) -> None:
+        """Add a scalar for each block that has one, and under `tag` itself the mean over them.
+
+        Args:
+            tag: for example `gate/mean-score`.
+            values: [blocks]; a block with nothing to observe (0 of 0, or no maximum) has none.
+        """
+        known = {block: float(value) for block, value in enumerate(values.tolist(), 1) if seen(value)}
+        if known:
+            self.scalars[tag] = sum(known.values()) / len(known)
+        self.scalars |= {f"{tag}/{layer_name(block, len(values))}": value for block, value in known.items()}
+
+
+NOTHING = -float("inf")
+
+
+def seen(value: float) -> bool:
+    """Return whether something was observed; NaN is an observation too."""
+    return value != NOTHING
+
+
+def ratio(total: Tensor, count: Tensor) -> Tensor:
+    """Return total / count, and `NOTHING` where nothing was counted."""
+    return torch.where(count == 0, NOTHING, total / count)
+
+
+def layer_name(block: int, blocks: int) -> str:
+    """Return the last part of a block's tags, `layer-07`; all have the same length, so that they sort."""
+    return f"layer-{block:0{max(2, len(str(blocks)))}d}"
+
+
+class Observer(Protocol):
+    """One kind of observation."""
+
+    def attach(self, layers: list[Layer], on_exit: contextlib.ExitStack) -> None:
+        """Begin to observe; `on_exit` ends it."""
+
+    def findings(self, totals: dict[str, Tensor]) -> Findings:
+        """Return the results from the totals of all ranks."""
+
+
+def is_recomputing() -> bool:
+    """Return whether a forward pass runs inside a backward pass, which has been observed before."""
+    return torch._C._current_graph_task_id() != -1  # as torch's own checkpointing asks
+
+
+@contextlib.contextmanager
+def observing() -> Iterator[bool]:
+    """A context for an observation, without gradients; its value says whether to observe at all."""
+    with torch.no_grad():
+        yield not is_recomputing()
+
+
+def call_after(module: nn.Module, method: str, observe: Callable[..., None], on_exit: contextlib.ExitStack) -> None:
+    """Call `observe(result, *args)` after each call of a module's method, until `on_exit`."""
+    original = getattr(module, method)
+
+    def observed(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        with observing() as wanted:
+            if wanted:
+                observe(result, *args)
+        return result
+
+    # An instance attribute hides the class's method until it is deleted.
+    setattr(module, method, observed)
+    on_exit.callback(delattr, module, method)

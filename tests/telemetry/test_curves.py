@@ -1,0 +1,71 @@
+"""Event files are cut after the checkpoint, and what is cut off is kept whole."""
+
+from pathlib import Path
+
+import pytest
+from torch.utils.tensorboard import SummaryWriter
+
+from megagate.telemetry.curves import drop_after, records
+from tests.training import scalars
+
+SAMPLES_PER_STEP = 8
+
+
+def write(directory: Path, steps: range, value: float) -> None:
+    with SummaryWriter(str(directory)) as writer:
+        for step in steps:
+            writer.add_scalar("lm loss", value + step, step)
+            writer.add_scalar("lm loss vs samples", value + step, SAMPLES_PER_STEP * step)
+
+
+def test_later_steps_are_replaced(tmp_path: Path) -> None:
+    write(tmp_path, range(1, 8), 100.0)
+    (path,) = tmp_path.iterdir()
+    whole = path.read_bytes()
+    kept = drop_after(tmp_path, 4)
+    write(tmp_path, range(5, 10), 200.0)
+    curves = scalars(tmp_path)
+    assert curves["lm loss"] == {step: (100.0 if step <= 4 else 200.0) + step for step in range(1, 10)}
+    assert set(curves["lm loss vs samples"]) == {SAMPLES_PER_STEP * step for step in range(1, 10)}
+    assert whole.startswith(path.read_bytes())
+    # What was cut off is an event file of its own, under a name that TensorBoard does not read.
+    (part,) = kept
+    assert "tfevents" not in part.name
+    readable = tmp_path / "other"
+    readable.mkdir()
+    (readable / "events.out.tfevents.0").write_bytes(part.read_bytes())
+    assert scalars(readable)["lm loss"] == {step: 100.0 + step for step in (5, 6, 7)}
+
+
+def test_nothing_to_replace(tmp_path: Path) -> None:
+    write(tmp_path, range(1, 5), 1.0)
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    assert drop_after(tmp_path, 4) == []
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+    assert drop_after(tmp_path / "missing", 4) == []
+
+
+def test_a_killed_writer_leaves_half_a_record(tmp_path: Path) -> None:
+    write(tmp_path, range(1, 8), 1.0)
+    (path,) = tmp_path.iterdir()
+    ends = [stop for _, _, stop in records(path)]
+    path.write_bytes(path.read_bytes()[: ends[4] + 7])
+    assert [stop for _, _, stop in records(path)] == ends[:5]
+    assert len(drop_after(tmp_path, 100)) == 1
+    assert path.stat().st_size == ends[4]
+    assert set(scalars(tmp_path)["lm loss"]) == {1, 2}
+
+
+def test_from_the_beginning(tmp_path: Path) -> None:
+    write(tmp_path, range(1, 4), 1.0)
+    write(tmp_path, range(4, 6), 1.0)
+    assert len(drop_after(tmp_path, 0)) == 2
+    assert scalars(tmp_path) == {}
+
+
+@pytest.mark.parametrize("times", [2])
+def test_the_same_iteration_again(tmp_path: Path, times: int) -> None:
+    for turn in range(times):
+        write(tmp_path, range(1, 4), float(turn))
+        assert len(drop_after(tmp_path, 1)) == 1
+    assert len(list(tmp_path.glob("replaced_after_1.*"))) == times

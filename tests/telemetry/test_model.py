@@ -1,0 +1,104 @@
+"""A model that is given a sink, a massive activation and dead experts must show them, where they are."""
+
+import math
+
+import pytest
+import torch
+
+from tests.distributed import run_distributed
+from tests.model.test_layouts import Layout, case
+from tests.model.training import SEQUENCE, Case
+from tests.telemetry.observed import Scalars, prepared
+
+ROWS = 6
+
+
+def observe_changed(flags: Case) -> tuple[Scalars, Scalars]:
+    """Return what is found before and after the model is given what it must show."""
+    from megatron.core.transformer.attention import SelfAttention
+    from megatron.training import get_args
+
+    from megagate.telemetry.telemetry import Telemetry
+
+    found = []
+    with prepared(flags) as (model, step):
+        for change in (False, True):
+            handles = []
+            if change:
+                layers = [layer for chunk in model for layer in chunk.module.decoder.layers]
+                for layer in layers:
+                    attention = getattr(layer, "self_attention", None)
+                    if isinstance(attention, SelfAttention) and layer.layer_number == 3:
+                        # Runs before the observer's own hook: the second block's first key draws all queries.
+                        handles.append(attention.core_attention.register_forward_pre_hook(sink))
+                    if layer.layer_number == 2:
+                        handles.append(layer.register_forward_hook(massive))
+                    if layer.layer_number == 5 and hasattr(layer.mlp, "router"):
+                        pytest.fail("blocks are two layers each")
+                    if layer.layer_number == 6 and hasattr(layer.mlp, "router"):
+                        layer.mlp.router.weight.data[:] = 0
+            telemetry = Telemetry(get_args(), model, ROWS)
+            with telemetry.observing():
+                step()
+            found.append(telemetry.findings().scalars)
+            for handle in handles:
+                handle.remove()
+    return found[0], found[1]
+
+
+def sink(module: torch.nn.Module, inputs: tuple) -> tuple:
+    query, key, *rest = inputs
+    query, key = query.clone(), key.clone()
+    query[..., 0] = 10
+    key[..., 0] = 0
+    first = torch.distributed.get_rank(module.cp_group) == 0  # which holds the first chunk of the sequence
+    if first:
+        key[0, ..., 0] = 10
+    return query, key, *rest
+
+
+def massive(module: torch.nn.Module, inputs: tuple, output: object) -> object:
+    hidden = output[0] if isinstance(output, tuple) else output
+    hidden = hidden.clone()
+    hidden[1, 1, 7] = -12345.0
+    return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
+
+
+@pytest.mark.parametrize("layout", [None, Layout(ranks=2, cp=2)], ids=["one process", "CP2"])
+def test_what_the_model_was_given_is_seen(layout: Layout | None) -> None:
+    flags = case("experts", "sdpa-headwise", layout, extra="--moe-router-load-balancing-type none")
+    ranks = run_distributed(observe_changed, layout.ranks if layout else 1, flags, timeout=100)
+    for before, after in ranks:
+        assert before["attention/first-token-share/layer-02"] < 0.5
+        assert after["attention/first-token-share/layer-02"] > 0.99
+        assert after["attention/first-token-share/layer-03"] < 0.5
+        assert after["attention/entropy/layer-02"] < 0.05
+        assert after["attention/max-logit"] == pytest.approx(after["attention/max-logit/layer-02"])
+        assert after["attention/max-logit/layer-02"] >= 100 / math.sqrt(8) - 30
+        assert before["activation/max"] < 100
+        assert after["activation/max/layer-01"] == 12345
+        assert after["activation/max-to-median/layer-01"] > 1000
+        assert after["activation/max"] > 12345 / 4
+        assert before["experts/dead/layer-03"] == 0
+        assert after["experts/dead/layer-03"] == 2  # equal logits: every token takes the same two of four experts
+        assert after["experts/max-to-mean-load/layer-03"] == 2
+        assert after["experts/router-entropy/layer-03"] == pytest.approx(math.log(4))
+        assert after["experts/dead"] == pytest.approx(
+            sum(after[f"experts/dead/layer-0{block}"] for block in range(1, 5)) / 4
+        )
+
+
+def observe_drops(flags: Case) -> Scalars:
+    from tests.telemetry.observed import observe
+
+    found = observe(flags, SEQUENCE)
+    kept = sum(sum(counts) for tag, (_, counts) in found.histograms.items() if tag.startswith("experts/tokens"))
+    return found.scalars | {"kept": kept}
+
+
+def test_dropped_tokens() -> None:
+    flags = case("experts", "baseline", extra="--moe-expert-capacity-factor 0.5")
+    (found,) = run_distributed(observe_drops, 1, flags, timeout=100)
+    choices = 8 * SEQUENCE * 2 * 4  # sequences, tokens, top-2, blocks
+    assert 0.4 < found["experts/drop-rate"] < 0.8
+    assert found["experts/drop-rate"] == pytest.approx(1 - found["kept"] / choices)
