@@ -4,6 +4,7 @@ Four blocks, hidden size 256, 8 heads of 32 in 2 groups, 8 experts of width 256 
 4096, fp32. A step is forward, backward, gradient clipping and AdamW on 2 x 4 x 256 random tokens.
 """
 
+import argparse
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -30,10 +31,12 @@ from megagate.gate import GateConfig, QKVLayout, preset
 from megagate.gate.config import GatePosition
 from megagate.model.backends import functions
 from megagate.model.specs import hybrid_stack_spec
+from megagate.telemetry.telemetry import Telemetry
 
 BLOCKS, HIDDEN, HEADS, GROUPS, CHANNELS, EXPERTS, TOP_K, WIDTH = 4, 256, 8, 2, 32, 8, 2, 256
 SEQUENCE, MICRO_BATCH, MICRO_BATCHES, VOCABULARY = 256, 4, 2, 4096
 AUXILIARY_COEFFICIENT = 1e-2
+TELEMETRY_ROWS = 32  # the trainer's default
 
 MEGATRONS_GATE = "Megatron's own gate"
 MEGATRONS_LAYERS = "Megatron's local layers"
@@ -144,6 +147,28 @@ def step_of(model: nn.Module, loss: Loss) -> Step:
         optimizer.zero_grad()
 
     return step
+
+
+def observed(step: Step, model: HybridModel, preset_name: str) -> Step:
+    """Return the step of a model as the trainer takes it where it logs, with all observers, but without timers."""
+    options = argparse.Namespace(
+        hybrid_layer_pattern="*E" * BLOCKS,
+        gate_preset=preset_name,
+        num_attention_heads=HEADS,
+        num_query_groups=GROUPS,
+        group_query_attention=True,
+        num_experts=EXPERTS,
+        sequence_parallel=False,
+        attention_output_gate=False,
+    )
+    telemetry = Telemetry(options, [model], rows=TELEMETRY_ROWS)
+
+    def watched() -> None:
+        with telemetry.observing():
+            step()
+        telemetry.findings()
+
+    return watched
 
 
 def with_megatrons_functions(step: Step) -> Step:

@@ -1,6 +1,6 @@
 """Step times of every gate against the ungated model, and of the ungated model against transformers.
 
-    make bench        or        python benchmarks/run.py [gates] [transformers] [--rounds N] [--threads N]
+    make bench        or        python benchmarks/run.py [gates] [telemetry] [transformers] [--rounds N] [--threads N]
 
 One process, one model of each kind, steps in turn, so that whatever else the machine does falls on all alike. Ratios
 are medians over rounds of the ratio within a round. Read these; the times mean nothing elsewhere. On a machine with
@@ -25,6 +25,7 @@ from models import (
     build,
     loss_of,
     megabytes_for_backward,
+    observed,
     predicted_overhead,
     process_group,
     step_of,
@@ -33,7 +34,7 @@ from models import (
 
 from megagate.gate import PRESETS
 
-PARTS = ("gates", "transformers")
+PARTS = ("gates", "telemetry", "transformers")
 WARM_UP = 2
 
 
@@ -75,6 +76,23 @@ def compare_gates(rounds: int, cpu_time: bool) -> None:
     print(f"sdpa-elementwise takes {own:.3f} of the time of {MEGATRONS_GATE}")
 
 
+OBSERVED = ("baseline", "sdpa-headwise", "sdpa-elementwise")
+
+
+def compare_telemetry(rounds: int, cpu_time: bool) -> None:
+    """Print the time of a step that is observed, with the reduction of what is found, beside one that is not."""
+    print(f"{'gate':34}{'step, ms':>10}{'observed':>10}{'every step':>12}{'every 10':>10}")
+    for name in OBSERVED:
+        model = build(name)
+        step = step_of(model, loss_of(model))
+        times = Rounds({"plain": step, "observed": observed(step, model, name)}, rounds, cpu_time)
+        ratio = times.ratio("observed", "plain")
+        print(
+            f"{name:34}{times.milliseconds('plain'):>10.0f}{times.milliseconds('observed'):>10.0f}"
+            f"{ratio - 1:>12.1%}{(ratio - 1) / 10:>10.2%}"
+        )
+
+
 def compare_transformers(rounds: int, cpu_time: bool) -> None:
     """Print the baseline's time beside that of transformers and of Megatron's local layers."""
     from transformers_moe import (
@@ -107,19 +125,23 @@ def compare_transformers(rounds: int, cpu_time: bool) -> None:
 def main() -> None:
     """Time and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"{' or '.join(PARTS)}; both if none is given")
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}; all if none is given")
     parser.add_argument("--rounds", type=int, default=9, help="timed steps of each variant")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="threads of an operator")
     parser.add_argument("--cpu-time", action="store_true", help="time of the CPU instead of the clock's")
     arguments = parser.parse_args()
     unknown = set(arguments.parts) - set(PARTS)
     if unknown:
-        parser.error(f"there is no part {', '.join(sorted(unknown))}: give {' or '.join(PARTS)}")
+        parser.error(f"there is no part {', '.join(sorted(unknown))}: give {', '.join(PARTS)}")
     torch.set_num_threads(arguments.threads)
     clock = "CPU time" if arguments.cpu_time else "medians"
     with process_group():
         for part in arguments.parts or PARTS:
-            compare = {"gates": compare_gates, "transformers": compare_transformers}[part]
+            compare = {
+                "gates": compare_gates,
+                "telemetry": compare_telemetry,
+                "transformers": compare_transformers,
+            }[part]
             print(f"{part}: {arguments.rounds} rounds, {torch.get_num_threads()} threads, {clock}")
             compare(arguments.rounds, arguments.cpu_time)
 

@@ -12,7 +12,7 @@ end-of-document tokens too, whatever the run masked in training.
 - bits per byte: the sum of the losses, in bits, divided by the UTF-8 bytes of the whole text.
 - unigram perplexity: exp of the mean over the same tokens of -ln q(token), where q is estimated on other data, the
   training data: q(w) = (count(w) + 1) / (tokens + vocabulary size).
-- gate score: see `megagate.evaluate.gates`; over every input token of every window.
+- gate score: see `megagate.telemetry.gates`; over every input token of every window.
 - parameters: all that the checkpoint holds, embeddings and the padding of the vocabulary included. Active parameters:
   the same with the routed experts' counted at top-k / experts of their number, which is what one token passes through.
 
@@ -27,7 +27,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -44,6 +44,9 @@ from megagate.evaluate.documents import (
 )
 from megagate.evaluate.load import LoadedModel, find_checkpoint, load_model, one_process_arguments, tokenizer_of
 from megagate.evaluate.report import DatasetResult, Result, table
+
+if TYPE_CHECKING:
+    from megagate.telemetry.telemetry import Telemetry
 
 PROGRESS_SECONDS = 5.0
 
@@ -125,6 +128,7 @@ def evaluate(
     micro_batch_size: int = 8,
     unigram: Unigram | None = None,
     tokenizer: Any = None,
+    telemetry: "Telemetry | None" = None,
 ) -> Result:
     """Measure loss and gate scores on datasets.
 
@@ -135,21 +139,24 @@ def evaluate(
         micro_batch_size: windows that are computed at a time.
         unigram: gives the unigram loss beside the model's.
         tokenizer: gives the text's bytes; needed for a model that was trained with --reset-attention-mask.
+        telemetry: what observes the model; the gates alone if None.
 
     Raises:
         UserError: a dataset is missing or damaged, holds no two tokens, or tokens that the model does not know.
     """
-    from megagate.evaluate.gates import observe_gate_scores
+    from megagate.telemetry.telemetry import Telemetry
 
     args, result = loaded.args, Result(loaded)
     end_of_document = tokenizer.eod if args.reset_attention_mask else None
     opened = [(path, open_dataset(path)) for path in data_paths]
     progress = Progress(sum(count_tokens(dataset) for _, dataset in opened))
-    with observe_gate_scores(loaded.model) as scores:
+    length = seq_length or args.seq_length
+    telemetry = telemetry or Telemetry(args, [loaded.model], rows=length, only_gates=True)
+    with telemetry.observing():
         for path, dataset in opened:
             found = DatasetResult(path)
             unigram_loss = 0.0
-            for batch in batches(dataset, seq_length or args.seq_length, micro_batch_size):
+            for batch in batches(dataset, length, micro_batch_size):
                 check_vocabulary(batch, args.tokenizer_vocab_size, path)
                 losses = token_losses(loaded.model, batch, end_of_document)
                 total = losses.sum(dtype=torch.float64).item()
@@ -162,7 +169,7 @@ def evaluate(
             found.total_unigram_loss = unigram_loss if unigram else None
             found.bytes = text_bytes(dataset, tokenizer, path) if tokenizer else None
             result.datasets.append(found)
-    result.gate_scores = [{"layer_number": layer.layer_number, "score": layer.mean} for layer in scores]
+    result.findings = telemetry.findings()
     result.seconds = time.monotonic() - progress.started
     return result
 

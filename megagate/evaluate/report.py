@@ -2,10 +2,13 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megagate.evaluate.load import LoadedModel, count_parameters
 from megagate.gate.config import describe, gate_config_from_args
+
+if TYPE_CHECKING:
+    from megagate.telemetry.observer import Findings
 
 LARGEST_EXPONENT = 700.0  # of what a float can hold
 
@@ -53,8 +56,8 @@ class Result:
 
     loaded: LoadedModel
     datasets: list[DatasetResult] = field(default_factory=list)
-    gate_scores: list[dict[str, Any]] = field(default_factory=list)
-    """One {"layer_number", "score"} per gated attention layer."""
+    findings: "Findings | None" = None
+    """Of the gates, and of what else was observed."""
     seconds: float = 0.0
 
     @property
@@ -67,7 +70,7 @@ class Result:
 
     def as_json(self) -> dict[str, Any]:
         """Return everything, as the JSON file has it."""
-        scores = [layer["score"] for layer in self.gate_scores]
+        by_block = self.findings.by_block.get("gate/mean-score", {}) if self.findings else {}
         overall = self.overall.as_json()
         overall.pop("data_path")
         total, active = count_parameters(self.loaded)
@@ -77,8 +80,8 @@ class Result:
             "gate": describe(gate_config_from_args(self.loaded.args)),
             "layers": self.loaded.args.hybrid_layer_pattern,
             **overall,
-            "gate_score": sum(scores) / len(scores) if scores else None,
-            "gate_scores": self.gate_scores,
+            "gate_score": sum(by_block.values()) / len(by_block) if by_block else None,
+            "gate_scores": [{"block": block, "score": score} for block, score in by_block.items()],
             "parameters": {"total": total, "active": active},
             "datasets": [result.as_json() for result in self.datasets],
             "seconds": self.seconds,
@@ -107,5 +110,5 @@ def table(report: dict[str, Any]) -> str:
         )
     if report["gate_scores"]:
         by_layer = " ".join(f"{layer['score']:.3f}" for layer in report["gate_scores"])
-        lines.append(f"mean gate score {report['gate_score']:.3f}; by attention layer: {by_layer}")
+        lines.append(f"mean gate score {report['gate_score']:.3f}; by block: {by_layer}")
     return "\n".join(lines)

@@ -58,11 +58,14 @@ class Findings:
     """What was observed in a step, by TensorBoard tag."""
 
     scalars: dict[str, float] = field(default_factory=dict)
+    by_block: dict[str, dict[int, float]] = field(default_factory=dict)
+    """The scalars of blocks again: tag without the block -> block from 1 -> value."""
     histograms: dict[str, Histogram] = field(default_factory=dict)
 
     def update(self, other: "Findings") -> None:
         """Take over what another has found."""
         self.scalars.update(other.scalars)
+        self.by_block.update(other.by_block)
         self.histograms.update(other.histograms)
 
     def add_by_block(self, tag: str, values: Tensor) -> None:
@@ -72,9 +75,11 @@ class Findings:
             tag: for example `gate/mean-score`.
             values: [blocks]; a block with nothing to observe (0 of 0, or no maximum) has none.
         """
-        known = {block: float(value) for block, value in enumerate(values.tolist(), 1) if seen(value)}
-        if known:
-            self.scalars[tag] = sum(known.values()) / len(known)
+        known = {block: value for block, value in enumerate(values.tolist(), 1) if seen(value)}
+        if not known:
+            return
+        self.by_block[tag] = known
+        self.scalars[tag] = sum(known.values()) / len(known)
         self.scalars |= {f"{tag}/{layer_name(block, len(values))}": value for block, value in known.items()}
 
 

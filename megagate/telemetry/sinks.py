@@ -35,6 +35,9 @@ from megagate.telemetry.totals import Totals
 LARGEST_CHUNK = 2**25
 """Logits that are computed at a time."""
 
+LOWEST = -1e30
+"""The logit of a key that a query does not see: finite, so that 0 times it is 0."""
+
 
 def forbidden_keys(position: Tensor, keys: int, mask: Tensor | None, window: int | None) -> Tensor:
     """Return where attention is forbidden: bool [b or 1, n, keys].
@@ -69,18 +72,17 @@ def row_statistics(query: Tensor, key: Tensor, forbidden: Tensor, first: Tensor,
     groups = key.shape[2]
     per_group = heads // groups
     # [n, b, h, d] -> [b, g, r*n, d]
-    query = query.float().permute(1, 2, 0, 3).reshape(batch, groups, per_group * rows, channels)
+    query = (query.float() * scale).permute(1, 2, 0, 3).reshape(batch, groups, per_group * rows, channels)
     key = key.float().permute(1, 2, 3, 0)  # [b, g, d, t]
-    logits = (query @ key * scale).view(batch, heads, rows, -1)
-    logits = logits.masked_fill(forbidden[:, None], -torch.inf)
-    log_sum = logits.logsumexp(dim=-1)
-    at_first = first[:, None, :, None].expand(batch, heads, rows, 1)
-    share = (logits.gather(-1, at_first).squeeze(-1) - log_sum).exp()
-    log_probability = logits - log_sum[..., None]
-    probability = log_probability.exp()
-    # x ln x is 0 at 0, where its parts are 0 and minus infinity.
-    entropy = -torch.where(probability == 0, 0.0, probability * log_probability).sum(dim=-1)
-    return share, entropy, logits.amax(dim=-1)
+    logits = (query @ key).view(batch, heads, rows, -1)
+    logits.masked_fill_(forbidden[:, None], LOWEST)
+    largest = logits.amax(dim=-1)
+    probability = logits.softmax(dim=-1)
+    share = probability.gather(-1, first[:, None, :, None].expand(batch, heads, rows, 1)).squeeze(-1)
+    # ln p = logit - ln z, in few passes over what is large: ln z follows from the largest logit and its probability.
+    log_z = largest - probability.amax(dim=-1).log()
+    entropy = log_z - torch.linalg.vecdot(probability, logits)
+    return share, entropy, largest
 
 
 class SinkObserver:
@@ -121,18 +123,18 @@ class SinkObserver:
             return
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, attention.layer_number)
         window = config.window_size[0] if windowed and config.window_size[0] >= 0 else None
-        chosen = None if mask is None else mask[:, :, rows.index]
-        forbidden = forbidden_keys(rows.position, len(key), chosen, window)
+        own_mask = None if mask is None else mask[:, :, rows.index]
+        forbidden = forbidden_keys(rows.position, len(key), own_mask, window)
         visible = (~forbidden).sum(dim=-1)  # [b or 1, n]
         first = torch.zeros_like(visible) if mask is None else (~forbidden).int().argmax(dim=-1)
-        query = query[rows.index]
-        step = max(1, LARGEST_CHUNK // (query.shape[0] * query.shape[2] * len(key)))
-        for start in range(0, query.shape[1], step):
+        trivial = rows.position - first < first_rows(len(key))  # [b or 1, n]
+        step = max(1, LARGEST_CHUNK // (query.shape[1] * query.shape[2] * len(key)))
+        for start in range(0, len(rows.index), step):
             part = slice(start, start + step)
-            own = part if len(forbidden) > 1 else slice(None)
-            statistics = row_statistics(query[:, part], key[:, part], forbidden[own], first[own], core.softmax_scale)
-            beyond = rows.position - first[own] >= first_rows(len(key))  # [b or 1, n]
-            self._count(block, statistics, rows.weight * beyond, rows.weight, visible[own])
+            chosen = query[rows.index[part]]
+            statistics = row_statistics(chosen, key, forbidden[:, part], first[:, part], core.softmax_scale)
+            weight = rows.weight[part]
+            self._count(block, statistics, weight * ~trivial[:, part], weight, visible[:, part])
 
     def _count(
         self, block: int, statistics: tuple[Tensor, ...], weight: Tensor, every: Tensor, visible: Tensor

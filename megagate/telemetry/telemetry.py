@@ -28,9 +28,12 @@ class Telemetry:
         args: of the run.
         chunks: of the model on this rank, wrapped or not.
         rows: how many rows of a sequence to look at after the first ones (`megagate.telemetry.rows`).
+        only_gates: whether to leave the other observers out.
     """
 
-    def __init__(self, args: argparse.Namespace, chunks: Iterable[nn.Module], rows: int) -> None:
+    def __init__(
+        self, args: argparse.Namespace, chunks: Iterable[nn.Module], rows: int, *, only_gates: bool = False
+    ) -> None:
         groups = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
         device = torch.device(torch.cuda.current_device())
         blocks = block_of_each_layer(args.hybrid_layer_pattern.replace(BOUNDARY, ""))
@@ -40,13 +43,14 @@ class Telemetry:
         self.layers = layers_of(chunks, args.hybrid_layer_pattern)
         self.totals = Totals(blocks[-1], device)
         self.speed = SpeedObserver(self.totals)
-        self.observers: list[Observer] = [
-            SinkObserver(sample, self.totals),
-            ActivationObserver(sample, self.totals, replicated, groups.tp),
-        ]
+        self.observers: list[Observer] = []
         if gate.has_gate:
             heads = heads_with_scores(gate, args.num_attention_heads, query_groups(args))
-            self.observers.insert(0, GateObserver(gate, heads, sample, self.totals))
+            self.observers.append(GateObserver(gate, heads, sample, self.totals))
+        if only_gates:
+            return
+        self.observers.append(SinkObserver(sample, self.totals))
+        self.observers.append(ActivationObserver(sample, self.totals, replicated, groups.tp))
         if args.num_experts:
             self.observers.append(ExpertObserver(args.num_experts, self.totals, replicated, groups.tp))
 

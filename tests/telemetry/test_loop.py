@@ -27,7 +27,7 @@ def run(argv: list[str]) -> str:
 
 @pytest.fixture(scope="module")
 def resumed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[str]]]:
-    """A run of 6 steps on 2 ranks that saved at 4, and went on from there; its directory, and what the ranks printed."""
+    """A run of 6 steps on 2 ranks that saved at 4 and went on from there: its directory, and what the ranks printed."""
     folder = tmp_path_factory.mktemp("resumed")
     base = [*TINY, *TENSOR, "--gate-preset", "sdpa-headwise", "--tensorboard-dir", str(folder / "tb"), "--save"]
     base += [str(folder / "checkpoints"), "--save-interval", "4", "--telemetry-interval", "2", "--train-iters"]
