@@ -45,6 +45,7 @@ from megatron.core.ssm import gated_delta_net
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.timers import Timers
 from megatron.core.tokenizers.text.libraries import HuggingFaceTokenizer, SentencePieceTokenizer, TikTokenTokenizer
 from megatron.core.tokenizers.text.text_tokenizer import MegatronTokenizerText
 from megatron.core.transformer.attention import Attention, SelfAttention, SelfAttentionSubmodules
@@ -399,3 +400,25 @@ def test_arguments_exist(table: str, names: Any) -> None:
     parser = megatron_arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
     destinations = {action.dest for action in parser._actions}
     assert set(names) <= destinations, table
+
+
+def test_telemetry() -> None:
+    """megagate/telemetry hangs on modules and on functions of the training loop by what they are called with."""
+    training = megatron.training.training
+    loop = source(training.train)
+    assert "= train_step(" in loop
+    assert "iteration=iteration," in loop
+    assert "report_memory_flag = training_log(" in loop
+    assert list(inspect.signature(training.training_log).parameters)[3] == "iteration"
+    assert "print_rank_last(log_string)" in source(training.training_log)
+    assert "] iteration" in re.sub(r"f?['\"]|\n *log_string \+= ", "", source(training.training_log))
+    run = re.sub(r"\s+", " ", source(Attention._run_core_attention))
+    assert re.search(r"core_attention\)?\( query, key, value, attention_mask,", run), run
+    assert "self.routing(logits, padding_mask=padding_mask)" in source(TopKRouter.forward)
+    assert torch._C._current_graph_task_id() == -1
+    timers = Timers(log_level=1, log_option="max")
+    assert {"_log_level", "_timers", "_log_levels"} <= vars(timers).keys()
+    timers("shown", log_level=1).start()
+    timers("hidden", log_level=2).start()
+    assert timers._timers.keys() == {"shown"}
+    assert timers._timers["shown"]._started

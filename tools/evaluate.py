@@ -3,9 +3,9 @@
 import argparse
 
 from megagate.errors import run_command
-from megagate.evaluate import perplexity
+from megagate.evaluate import perplexity, sinks
 
-MEASUREMENTS = {"perplexity": perplexity}
+MEASUREMENTS = {"perplexity": perplexity, "sinks": sinks}
 
 
 def main() -> int:

@@ -218,7 +218,7 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
     longest = args.max_position_embeddings
     if options.seq_length is not None and not 1 <= options.seq_length <= longest:
         raise UserError(f"--seq-length {options.seq_length} must lie between 1 and {longest}, the model's positions")
-    tokenizer = _tokenizer(args, options.tokenizer_model)
+    tokenizer = tokenizer_for_text(args, options.tokenizer_model)
     counts = [token_counts(path, args.tokenizer_vocab_size) for path in unigram_paths]
     print(f"loading {checkpoint}", file=sys.stderr, flush=True)
     with load_model(Path(options.load), options.ckpt_step) as loaded:
@@ -232,7 +232,7 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
         ).as_json()
 
 
-def _tokenizer(args: argparse.Namespace, moved_to: str | None) -> Any:
+def tokenizer_for_text(args: argparse.Namespace, moved_to: str | None) -> Any:
     """Return the run's tokenizer, or None where it is not there and nothing but the bytes needs it.
 
     Raises:

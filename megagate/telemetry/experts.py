@@ -1,6 +1,7 @@
 """Where the routers send the tokens of a step, all ranks and micro batches together.
 
-- experts/tokens/layer-NN: a histogram of tokens by expert, counted after what exceeds an expert's capacity is dropped.
+- experts/tokens/layer-NN: a histogram over the experts of the tokens that each gets, after what exceeds its capacity is
+  dropped.
 - experts/max-to-mean-load: tokens of the busiest expert over the mean; 1 is even.
 - experts/dead: experts without a token.
 - experts/router-entropy: mean over tokens of -sum p ln p of the router's distribution over all experts, in nats:
@@ -76,8 +77,7 @@ class ExpertObserver:
         found.add_by_block("experts/dead", dead)
         found.add_by_block("experts/router-entropy", ratio(totals["experts entropy"], totals["experts routed"]))
         found.add_by_block("experts/drop-rate", ratio(choices - kept, choices))
-        limits = [float(expert) for expert in range(tokens.shape[1])]
         for block in choices.nonzero().flatten().tolist():
             name = layer_name(block + 1, len(choices))
-            found.histograms[f"experts/tokens/{name}"] = Histogram(limits, tokens[block].tolist())
+            found.histograms[f"experts/tokens/{name}"] = Histogram.of_values(tokens[block])
         return found

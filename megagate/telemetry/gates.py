@@ -114,11 +114,10 @@ class GateObserver:
         for when in ("before", "after"):
             mean_square = ratio(totals[f"gate {when}"], totals["gate gated"])
             found.add_by_block(f"gate/magnitude-{when}", torch.where(mean_square < 0, mean_square, mean_square.sqrt()))
-        limits = torch.linspace(self.low, self.high, BINS + 1)[1:].tolist()
         blocks = len(count)
         for block in count.nonzero().flatten().tolist():
             name = layer_name(block + 1, blocks)
-            found.histograms[f"gate/scores/{name}"] = Histogram(limits, totals["gate bins"][block].tolist())
+            found.histograms[f"gate/scores/{name}"] = Histogram.of_bins(self.low, self.high, totals["gate bins"][block])
             if self.heads:
                 means = totals["gate heads"][block] / totals["gate head count"][block]
                 for head, mean in enumerate(means.tolist()):

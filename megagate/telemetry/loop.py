@@ -20,7 +20,7 @@ from torch import nn
 
 from megagate.errors import UserError
 from megagate.telemetry.curves import drop_after
-from megagate.telemetry.observer import Findings
+from megagate.telemetry.observer import Findings, Histogram
 from megagate.telemetry.telemetry import Telemetry
 
 ON_THE_LINE = {
@@ -120,7 +120,7 @@ class Watch:
             for tag, value in found.scalars.items():
                 writer.add_scalar(tag, value, iteration)
             for tag, histogram in found.histograms.items():
-                write_histogram(writer, tag, histogram.limits, histogram.counts, iteration)
+                write_histogram(writer, tag, histogram, iteration)
         if wandb_writer:
             wandb_writer.log(found.scalars, iteration)
 
@@ -175,17 +175,17 @@ def forget_curves_after(args: argparse.Namespace, iteration: int) -> None:
         )
 
 
-def write_histogram(writer: Any, tag: str, limits: list[float], counts: list[float], iteration: int) -> None:
-    """Write counts [n] of values up to limits [n]; the moments that TensorBoard keeps are those of the limits."""
-    pairs = list(zip(limits, counts, strict=True))
+def write_histogram(writer: Any, tag: str, histogram: Histogram, iteration: int) -> None:
+    """Write a histogram, with sums over the centers of its bins."""
+    pairs = list(zip(histogram.centers, histogram.counts, strict=True))
     writer.add_histogram_raw(
         tag,
-        min=limits[0],
-        max=limits[-1],
-        num=sum(counts),
-        sum=sum(limit * count for limit, count in pairs),
-        sum_squares=sum(limit * limit * count for limit, count in pairs),
-        bucket_limits=limits,
-        bucket_counts=counts,
+        min=histogram.lowest,
+        max=histogram.limits[-1],
+        num=sum(histogram.counts),
+        sum=sum(center * count for center, count in pairs),
+        sum_squares=sum(center * center * count for center, count in pairs),
+        bucket_limits=histogram.limits,
+        bucket_counts=histogram.counts,
         global_step=iteration,
     )

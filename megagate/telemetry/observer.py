@@ -47,10 +47,28 @@ def layers_of(chunks: Iterable[nn.Module], pattern: str) -> list[Layer]:
 
 @dataclass
 class Histogram:
-    """Counts [n] of values up to the limits [n], ascending; a value beyond the last limit counts there."""
+    """How often which values occur, in n bins."""
 
+    lowest: float
+    """Where the first bin begins."""
     limits: list[float]
+    """Where each bin ends, ascending; the first and the last also hold what lies beyond."""
     counts: list[float]
+    centers: list[float]
+    """What a bin's values are taken for in sums."""
+
+    @classmethod
+    def of_bins(cls, low: float, high: float, counts: Tensor) -> "Histogram":
+        """Return a histogram with bins of equal width from `low` to `high`."""
+        edges = torch.linspace(low, high, len(counts) + 1, dtype=torch.float64)
+        centers = (edges[:-1] + edges[1:]) / 2
+        return cls(low, edges[1:].tolist(), counts.tolist(), centers.tolist())
+
+    @classmethod
+    def of_values(cls, values: Tensor) -> "Histogram":
+        """Return a histogram in which every value that occurs is a bin of its own."""
+        distinct, counts = values.unique(return_counts=True)
+        return cls(float(distinct[0]), distinct.tolist(), counts.double().tolist(), distinct.tolist())
 
 
 @dataclass

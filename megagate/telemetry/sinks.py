@@ -55,6 +55,13 @@ def forbidden_keys(position: Tensor, keys: int, mask: Tensor | None, window: int
     return forbidden
 
 
+def window_of(attention: SelfAttention) -> int | None:
+    """Return how many keys before its own a query of the layer sees; None for all."""
+    config = attention.config
+    windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, attention.layer_number)
+    return config.window_size[0] if windowed and config.window_size[0] >= 0 else None
+
+
 def row_statistics(query: Tensor, key: Tensor, forbidden: Tensor, first: Tensor, scale: float) -> tuple[Tensor, ...]:
     """Return of each row and head: the share of its first token, the entropy in nats, and the largest logit.
 
@@ -114,17 +121,15 @@ class SinkObserver:
     def _add(
         self, attention: SelfAttention, block: int, core: Any, query: Tensor, key: Tensor, mask: Tensor | None
     ) -> None:
-        config, size = attention.config, get_pg_size(attention.pg_collection.cp)
+        size = get_pg_size(attention.pg_collection.cp)
         rows = self.sample.in_attention(len(query))
         if size > 1:
             gathered = gather_from_sequence_parallel_region(key, group=attention.pg_collection.cp)
             key = zigzag_to_sequence(gathered, size)
         if not len(rows.index):
             return
-        windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, attention.layer_number)
-        window = config.window_size[0] if windowed and config.window_size[0] >= 0 else None
         own_mask = None if mask is None else mask[:, :, rows.index]
-        forbidden = forbidden_keys(rows.position, len(key), own_mask, window)
+        forbidden = forbidden_keys(rows.position, len(key), own_mask, window_of(attention))
         visible = (~forbidden).sum(dim=-1)  # [b or 1, n]
         first = torch.zeros_like(visible) if mask is None else (~forbidden).int().argmax(dim=-1)
         trivial = rows.position - first < first_rows(len(key))  # [b or 1, n]

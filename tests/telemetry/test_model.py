@@ -90,7 +90,8 @@ def observe_drops(flags: Case) -> Scalars:
     from tests.telemetry.observed import observe
 
     found = observe(flags, SEQUENCE)
-    kept = sum(sum(counts) for tag, (_, counts) in found.histograms.items() if tag.startswith("experts/tokens"))
+    histograms = [value for tag, value in found.histograms.items() if tag.startswith("experts/tokens")]
+    kept = sum(load * experts for limits, counts in histograms for load, experts in zip(limits, counts, strict=True))
     return found.scalars | {"kept": kept}
 
 
