@@ -188,7 +188,7 @@ def one_process(args: argparse.Namespace) -> Iterator[None]:
             _initialize(args)
         yield
     finally:
-        _take_down(starts_group)
+        take_down(starts_group)
 
 
 def _initialize(args: argparse.Namespace) -> None:
@@ -246,7 +246,7 @@ def count_parameters(loaded: LoadedModel) -> tuple[int, int]:
     return total, total - routed + routed * loaded.args.moe_router_topk // loaded.args.num_experts
 
 
-def _take_down(ends_group: bool) -> None:
+def take_down(ends_group: bool) -> None:
     """Free Megatron's per-process state, so that another checkpoint can be loaded."""
     from megatron.core import mpu
     from megatron.core.num_microbatches_calculator import unset_num_microbatches_calculator

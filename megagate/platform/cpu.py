@@ -208,7 +208,7 @@ _original_tensor_type = torch.Tensor.type
 
 def _tensor_type(self: torch.Tensor, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
     if dtype is None:
-        name = _original_tensor_type(self)
+        name = _original_tensor_type(self).replace("torch.meta.", "torch.")  # a dry run's model
         return name if ".cuda." in name else name.replace("torch.", "torch.cuda.", 1)
     return _original_tensor_type(self, dtype, non_blocking, **kwargs)
 

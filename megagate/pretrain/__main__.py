@@ -12,6 +12,8 @@ LOCAL_WORLD = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR":
 
 def main() -> int:
     """Parse, build, train."""
+    if "--dry-run" in sys.argv:
+        return _dry_run()
     alone = "RANK" not in os.environ  # neither torchrun nor a launcher that sets the same variables
     tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
     if alone and tasks != "1":  # each task would train a model of its own, into the same directory
@@ -47,6 +49,17 @@ def main() -> int:
     from megagate.pretrain.train import train
 
     train(args)
+    return 0
+
+
+def _dry_run() -> int:
+    """Say what a run would find, as one process that looks for no GPU."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if "--verbose" not in sys.argv:
+        output.quiet()
+    from megagate.plan import dry_run
+
+    dry_run.run(sys.argv[1:])
     return 0
 
 

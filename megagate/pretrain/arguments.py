@@ -124,7 +124,15 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     Raises:
         UserError: something in the command line, the recipe, the data or the checkpoint is wrong.
     """
-    args = read(argv)
+    return finish(read(argv))
+
+
+def finish(args: argparse.Namespace) -> argparse.Namespace:
+    """Check the data and the checkpoint that `args` from `read` name, and have Megatron validate all of it.
+
+    Raises:
+        UserError: something in the data, the checkpoint or the arguments is wrong.
+    """
     check_data(args)
     checkpoint = choose_start(args)
     validate(args)
@@ -195,6 +203,17 @@ def _add_own_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="give an ungated model, whose checkpoint --pretrained-checkpoint or --load names, a new gate; once --load "
         "or --save holds a checkpoint of the gated model, the same command line goes on from that",
+    )
+    group.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="check everything and build one rank of --world-size without memory, on one CPU process; train nothing",
+    )
+    group.add_argument(
+        "--world-size", type=int, dest="dry_run_world_size", metavar="N", help="how many ranks a --dry-run is about"
+    )
+    group.add_argument(
+        "--rank", type=int, dest="dry_run_rank", metavar="K", help="which of them it builds; the first if not given"
     )
     group.add_argument(
         "--verbose", action="store_true", help="show everything Megatron prints, instead of sending it to the log file"

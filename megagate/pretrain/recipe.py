@@ -24,7 +24,7 @@ from megagate.errors import UserError, nearest
 from megagate.pretrain.parser import Parser
 
 ENVIRONMENT_KEY = "environment"
-NOT_IN_A_RECIPE = ("recipe", "omit", "verbose")
+NOT_IN_A_RECIPE = ("recipe", "omit", "verbose", "dry-run", "world-size", "rank")
 
 
 def read_recipe(path: str | Path) -> tuple[dict[str, Any], dict[str, str]]:

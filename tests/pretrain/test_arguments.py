@@ -13,10 +13,10 @@ from tests.training import MODEL, RUN, TINY
 DENSE = [*MODEL, *RUN]
 
 OWN_FLAGS = """
---allow-data-change --allow-fresh-start --gate-activation --gate-combine --gate-granularity --gate-init-bias
---gate-init-std --gate-input
---gate-lr-mult --gate-position --gate-preset --gate-row-alignment --gate-sharing --gate-warm-start --gate-wd-mult
---no-dist-ckpt-optim-fully-reshardable --omit --recipe --sdpa-output-activation --sdpa-output-norm --verbose
+--allow-data-change --allow-fresh-start --dry-run --gate-activation --gate-combine --gate-granularity --gate-init-bias
+--gate-init-std --gate-input --gate-lr-mult --gate-position --gate-preset --gate-row-alignment --gate-sharing
+--gate-warm-start --gate-wd-mult --no-dist-ckpt-optim-fully-reshardable --omit --rank --recipe
+--sdpa-output-activation --sdpa-output-norm --verbose --world-size
 """.split()
 
 
