@@ -511,7 +511,9 @@ def _clean_up(handlers: Mapping[signal.Signals, Any]) -> None:
     if ddp is not None:
         # Its gradient hooks, and tensors that its layers keep, hold it in cycles through C++ that no collector sees,
         # and with it the process groups, whose idle threads then slow down every later call.
-        for wrapped in [held for held in gc.get_objects() if isinstance(held, ddp.DistributedDataParallel)]:
+        for wrapped in [
+            held for held in gc.get_objects() if isinstance(held, ddp.DistributedDataParallel) and vars(held)
+        ]:
             for parameter in wrapped.parameters():
                 vars(parameter).clear()
             vars(wrapped).clear()

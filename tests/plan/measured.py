@@ -1,0 +1,58 @@
+"""One micro batch through a real model on the CPU, with what autograd saves counted by hooks; runs inside a rank."""
+
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from megagate.model import recompute
+from tests.model import training
+
+
+def saved_bytes(flags: str) -> tuple[int, int]:
+    """Return (bytes that autograd saves besides parameters, bytes that the plan says), for one micro batch.
+
+    Args:
+        flags: of the trainer, besides those of tests.model.training.
+    """
+    from megatron.core.num_microbatches_calculator import get_num_microbatches
+    from megatron.training import get_args
+
+    from megagate.plan.activations import chunk_activations
+    from megagate.plan.layout import layout_of
+    from megagate.pretrain.batch import forward_step
+
+    model, *_ = training.build(training.Case(flags=flags))
+    args = get_args()
+    constant = {parameter.untyped_storage().data_ptr() for parameter in model[0].parameters()}
+    kept: dict[int, torch.Tensor] = {}
+
+    def pack(tensor: torch.Tensor) -> Any:
+        address = tensor.untyped_storage().data_ptr()
+        if address not in constant and tensor.device.type == "cpu":
+            kept[address] = tensor  # its storage stays, so that no other comes to lie there
+        return tensor
+
+    def inner_hooks(inner: Any, unpack: Any) -> Any:
+        """Hooks within hooks replace them: count what those of --recompute-modules gate keep."""
+
+        def pack_both(tensor: torch.Tensor) -> Any:
+            packed = inner(tensor)
+            return pack(packed) if isinstance(packed, torch.Tensor) else packed
+
+        return saved_tensors_hooks(pack_both, unpack)
+
+    batches = training.micro_batches(0, False, get_num_microbatches())
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        with mock.patch.object(recompute, "saved_tensors_hooks", inner_hooks):
+            forward_step(batches, model[0])
+    layout = layout_of(args)
+    (chunk,) = layout.chunks(args.hybrid_layer_pattern, 0)
+    planned = chunk_activations(args, layout, *chunk)
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values()), sum(planned.values())
+
+
+def all_saved_bytes(cases: list[str]) -> list[tuple[int, int]]:
+    """Return the same for several cases of one layout."""
+    return [saved_bytes(case) for case in cases]
