@@ -199,7 +199,12 @@ def _dense(args: argparse.Namespace, layout: Layout, recomputed: tuple[str, ...]
 
 
 def _experts(args: argparse.Namespace, layout: Layout, recomputed: tuple[str, ...]) -> Counter[str]:
-    width, tokens, experts, top_k = args.params_dtype.itemsize, layout.sharded_tokens, args.num_experts, args.moe_router_topk
+    width, tokens, experts, top_k = (
+        args.params_dtype.itemsize,
+        layout.sharded_tokens,
+        args.num_experts,
+        args.moe_router_topk,
+    )
     total = Counter(router=tokens * args.hidden_size * width)
     if "moe" in recomputed:
         return total

@@ -4,12 +4,11 @@ What lies where in Megatron's buffers is computed by Megatron's own function, fr
 """
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig
-from megatron.core.distributed.param_and_grad_buffer import group_params_for_buffers
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megagate.plan.layout import Layout
@@ -17,6 +16,8 @@ from megagate.plan.parameters import Tensor, chunk_tensors
 
 FP32 = 4
 ADAM_MOMENTS = 2
+FIRST = {False: 0, True: 0}
+"""The place of the first rank among those that hold the same parameters."""
 
 
 @dataclass(frozen=True)
@@ -58,29 +59,47 @@ def static_memory(args: argparse.Namespace, layout: Layout, rank: int) -> Static
         rank: which of its ranks; those with the same place in the pipeline differ by a few bytes of optimizer state.
     """
     pipeline_rank = layout.pipeline_rank(rank)
-    chunks = rank_chunks(args, layout, pipeline_rank)
     places = {False: layout.data_context_rank(rank), True: layout.expert_data_rank(rank)}
-    weights = gradients = main = 0
-    width, moment_width = args.params_dtype.itemsize, FP32
+    width = args.params_dtype.itemsize
     gradient_width = FP32 if args.accumulate_allreduce_grads_in_fp32 else width
-    for index, chunk in enumerate(chunks):
-        bucket_size = _bucket_size(args, layout, chunks) if index == 0 and pipeline_rank == 0 else None
-        if not args.use_distributed_optimizer:
-            held = sum(tensor.size for tensor in chunk)
-            weights, gradients, main = weights + held, gradients + held, main + held
-            continue
-        for size, shard in _buffers(args, layout, chunk, bucket_size, places):
-            weights, gradients, main = weights + size, gradients + size, main + shard
+    buffers = rank_buffers(args, layout, pipeline_rank, places)
+    held = sum(size for _, size, _ in buffers)
+    main = sum(shard for *_, shard in buffers)
+    chunks = rank_chunks(args, layout, pipeline_rank)
     parameters = sum(tensor.size for chunk in chunks for tensor in chunk)
     gate = sum(tensor.gate for chunk in chunks for tensor in chunk)
     return StaticMemory(
-        weights=weights * width,
-        gradients=gradients * gradient_width,
+        weights=held * width,
+        gradients=held * gradient_width,
         main_weights=main * FP32 if width < FP32 else 0,
-        moments=main * ADAM_MOMENTS * moment_width,
+        moments=main * ADAM_MOMENTS * FP32,
         parameters=parameters,
         gate_share=gate / parameters,
     )
+
+
+def rank_buffers(
+    args: argparse.Namespace, layout: Layout, pipeline_rank: int, places: Mapping[bool, int] = FIRST
+) -> list[tuple[bool, int, int]]:
+    """Return (whether it is the experts', elements, elements of this rank's part of the optimizer) of each buffer.
+
+    Args:
+        args: validated arguments.
+        layout: of the run.
+        pipeline_rank: whose buffers.
+        places: the rank's place among those that hold the same dense parameters (False), or experts (True).
+    """
+    chunks = rank_chunks(args, layout, pipeline_rank)
+    buffers = []
+    for index, chunk in enumerate(chunks):
+        if args.use_distributed_optimizer:
+            bucket_size = _bucket_size(args, layout, chunks) if index == 0 and pipeline_rank == 0 else None
+            buffers += _distributed_buffers(args, layout, chunk, bucket_size, places)
+            continue
+        for is_expert in (False, True):
+            size = sum(tensor.size for tensor in chunk if tensor.is_expert is is_expert)
+            buffers += [(is_expert, size, size)] if size else []
+    return buffers
 
 
 def _bucket_size(args: argparse.Namespace, layout: Layout, chunks: Sequence[Sequence[Tensor]]) -> int | None:
@@ -92,14 +111,14 @@ def _bucket_size(args: argparse.Namespace, layout: Layout, chunks: Sequence[Sequ
     return args.ddp_bucket_size or max(40_000_000, 1_000_000 * layout.data_context)
 
 
-def _buffers(
+def _distributed_buffers(
     args: argparse.Namespace,
     layout: Layout,
     chunk: Sequence[Tensor],
     bucket_size: int | None,
-    places: dict[bool, int],
-) -> list[tuple[int, int]]:
-    """Return (elements, elements of this rank's optimizer shard) of each buffer."""
+    places: Mapping[bool, int],
+) -> list[tuple[bool, int, int]]:
+    """Return the same for one chunk under the distributed optimizer."""
     parameters = []
     for tensor in chunk:
         parameter = torch.nn.Parameter(torch.empty(tensor.shape, dtype=args.params_dtype, device="meta"))
@@ -119,8 +138,7 @@ def _buffers(
         parameters, bucket_size, sizes[False], config, expert_data_parallel_world_size=sizes[True]
     )
     buffers = []
-    for key in group_params_for_buffers(parameters, config.grad_reduce_in_fp32):
-        buffer = full.layouts[key]
+    for key, buffer in full.layouts.items():
         ranks = sizes[key.is_expert_parallel]
         place = places[key.is_expert_parallel] % ranks
         shard = 0
@@ -128,5 +146,5 @@ def _buffers(
             first, last = buffer.bucket_indices[bucket]
             part = (last - first) // ranks
             shard += max(0, min(end, first + (place + 1) * part) - max(start, first + place * part))
-        buffers.append((buffer.bucket_indices[-1][1], shard))
+        buffers.append((key.is_expert_parallel, buffer.bucket_indices[-1][1], shard))
     return buffers

@@ -44,9 +44,9 @@ def saved_bytes(flags: str) -> tuple[int, int]:
         return saved_tensors_hooks(pack_both, unpack)
 
     batches = training.micro_batches(0, False, get_num_microbatches())
-    with saved_tensors_hooks(pack, lambda tensor: tensor):
-        with mock.patch.object(recompute, "saved_tensors_hooks", inner_hooks):
-            forward_step(batches, model[0])
+    inner = mock.patch.object(recompute, "saved_tensors_hooks", inner_hooks)
+    with inner, saved_tensors_hooks(pack, lambda tensor: tensor):
+        forward_step(batches, model[0])
     layout = layout_of(args)
     (chunk,) = layout.chunks(args.hybrid_layer_pattern, 0)
     planned = chunk_activations(args, layout, *chunk)
@@ -56,3 +56,46 @@ def saved_bytes(flags: str) -> tuple[int, int]:
 def all_saved_bytes(cases: list[str]) -> list[tuple[int, int]]:
     """Return the same for several cases of one layout."""
     return [saved_bytes(case) for case in cases]
+
+
+def counted_operations(flags: str) -> tuple[float, float]:
+    """Return (operations of a forward and backward pass that torch counts, that the plan says), for one micro batch."""
+    from megatron.core.num_microbatches_calculator import get_num_microbatches
+    from megatron.training import get_args
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from megagate.plan.compute import backward_operations, forward_operations, recomputed_operations
+    from megagate.plan.layout import layout_of
+    from megagate.pretrain.batch import forward_step
+
+    model, *_ = training.build(training.Case(flags=flags))
+    args = get_args()
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+    def flash_operations(query: torch.Size, key: torch.Size, *shapes: Any, out_shape: Any, **kwargs: Any) -> int:
+        batch, heads, length, channels = query
+        return 2 * 2 * batch * heads * length * key[-2] * channels
+
+    def flash_backward_operations(grad: Any, query: Any, key: Any, *shapes: Any, **kwargs: Any) -> int:
+        return 5 * flash_operations(query, key, out_shape=None) // 2
+
+    counter = FlopCounterMode(
+        display=False, custom_mapping={flash: flash_operations, backward: flash_backward_operations}
+    )
+    batches = training.micro_batches(0, False, get_num_microbatches())
+    with counter:
+        output, loss = forward_step(batches, model[0])
+        loss(output)[0].backward()
+    layout = layout_of(args)
+    ((layers, first, last),) = layout.chunks(args.hybrid_layer_pattern, 0)
+    # torch's kernel on the CPU skips the future too, but its shapes do not tell.
+    forward = forward_operations(args, layers, first, last, causal=False)
+    again = recomputed_operations(args, layers, forward, causal=False)
+    planned = sum((forward + backward_operations(forward) + again).values())
+    return counter.get_total_flops(), planned * layout.tokens
+
+
+def all_counted_operations(cases: list[str]) -> list[tuple[float, float]]:
+    """Return the same for several cases."""
+    return [counted_operations(case) for case in cases]
