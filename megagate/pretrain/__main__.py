@@ -1,11 +1,12 @@
-"""Pretrain: `torchrun --nproc-per-node N -m megagate.pretrain --recipe FILE`, or `python -m ...` for one process."""
+"""Pretrain: `torchrun --nproc-per-node N -m megagate.pretrain --recipe FILE`, `srun python -m ...`, or one process."""
 
 import os
 import sys
 from pathlib import Path
 
-from megagate.errors import EXIT_USER_ERROR, UserError, run_command
-from megagate.pretrain import output
+from megagate.errors import EXIT_USER_ERROR, UserError, reason, run_command
+from megagate.pretrain import output, slurm, stop
+from megagate.supervise.records import write_outcome
 
 LOCAL_WORLD = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}
 
@@ -14,10 +15,11 @@ def main() -> int:
     """Parse, build, train."""
     if "--dry-run" in sys.argv:
         return _dry_run()
+    tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", "1"))
+    if "RANK" not in os.environ and tasks > 1:
+        slurm.set_ranks(tasks)
     alone = "RANK" not in os.environ  # neither torchrun nor a launcher that sets the same variables
-    tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
-    if alone and tasks != "1":  # each task would train a model of its own, into the same directory
-        raise UserError(f"srun started {tasks} tasks, but RANK is not set: let one task per node run torchrun")
+    stop.install()
     for name, value in LOCAL_WORLD.items():
         os.environ.setdefault(name, value)
     if alone and "MASTER_PORT" not in os.environ:
@@ -72,5 +74,15 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
+def told() -> int:
+    """Run `main`, and tell a supervisor how it failed."""
+    try:
+        return main()
+    except Exception as error:
+        outcome = "user_error" if isinstance(error, UserError) else "failed"
+        write_outcome(outcome, int(os.environ.get("RANK", "0")), f"{type(error).__name__}: {reason(error)}"[:1000])
+        raise
+
+
 if __name__ == "__main__":
-    run_command(main)
+    run_command(told)

@@ -11,7 +11,7 @@ from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megagate.checkpoint import torch_adam
 from megagate.gate.config import describe, gate_config_from_args
 from megagate.model.builder import model_config
-from megagate.pretrain import flops, gate_optimizer
+from megagate.pretrain import flops, gate_optimizer, stop, supervised
 from megagate.pretrain.batch import forward_step
 from megagate.pretrain.datasets import dataset_provider
 from megagate.telemetry import loop as telemetry
@@ -37,18 +37,24 @@ def train(args: argparse.Namespace) -> None:
     gate_optimizer.apply()
     flops.apply()
     telemetry.apply()
+    asked_duration, ended_early = args.exit_duration_in_mins, False
+    stop.apply(args)
+    supervised.apply(args)
     config = pretrain_cfg_container_from_args(args, model_config(args))
     if args.rank == 0:
         gate = gate_config_from_args(args)
         print(f"megagate: gate {describe(gate)}, layers {args.hybrid_layer_pattern}", flush=True)
     try:
         pretrain(config, dataset_provider, ModelType.encoder_or_decoder, forward_step)
-    except SystemExit as stop:
-        if stop.code is None:  # would count as success; where training ends early the code is a number
-            raise RuntimeError("Megatron gave up loading the checkpoint: its last message says why") from stop
-        if stop.code:
+    except SystemExit as ending:
+        if ending.code is None:  # would count as success; where training ends early the code is a number
+            raise RuntimeError("Megatron gave up loading the checkpoint: its last message says why") from ending
+        if ending.code:
             raise
+        ended_early = True
     finally:
         telemetry.forget()
+    stop.over()
+    supervised.finished(args, args.rank, asked_duration, ended_early)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

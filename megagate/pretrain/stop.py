@@ -1,0 +1,107 @@
+"""Save and end in time: on SIGTERM, on SIGUSR1, and before a time limit.
+
+Megatron's --exit-signal-handler knows one signal and looks at it between steps only, and data-loader workers, which get
+the signal too when a whole job gets it, die of another one. Its --exit-duration-in-mins is looked at during evaluation
+as well, and all ranks agree on it. So a signal here means that the duration is over: the step, or the evaluation, that
+is in progress is the last one, and a checkpoint is written.
+"""
+
+import argparse
+import functools
+import importlib
+import os
+import signal
+import threading
+import time
+from types import FrameType
+from typing import Any
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+END_TIME_VARIABLE = "MEGAGATE_END_TIME"
+"""When to begin the last save, in seconds since 1970: set by the supervisor from the job's time limit."""
+
+FOREVER = 100 * 365 * 24 * 60
+OVER = 1e-9
+"""A duration, in minutes, that has passed. Megatron takes 0 for none."""
+
+_received: str | None = None
+_args: argparse.Namespace | None = None
+
+
+def received() -> str | None:
+    """Return the name of the signal that told this rank to end, if one did."""
+    return _received
+
+
+def install() -> None:
+    """Note the signals from now on; a rank that is still starting ends after its first step."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, _note)
+
+
+def _note(number: int, frame: FrameType | None) -> None:
+    global _received
+    _received = signal.Signals(number).name
+    if _args is not None:
+        _args.exit_duration_in_mins = OVER
+
+
+def over() -> None:
+    """Ignore the signals from now on: Python, as it ends, would give them back their power to kill."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def apply(args: argparse.Namespace) -> None:
+    """Have Megatron's training loop end on a signal or at the time limit, and its data-loader workers live through it.
+
+    Every rank of a run must call it: Megatron asks all ranks for the duration or none.
+    """
+    global _args
+    training: Any = importlib.import_module("megatron.training.training")
+    limits = [args.exit_duration_in_mins or FOREVER]
+    if END_TIME_VARIABLE in os.environ:
+        limits.append((float(os.environ[END_TIME_VARIABLE]) - training._TRAIN_START_TIME) / 60)
+    args.exit_duration_in_mins = OVER if _received else max(OVER, min(limits))
+    _args = args
+    original = training.build_pretraining_data_loader
+    if getattr(original, "outlives_signals", False):
+        return
+
+    @functools.wraps(original)
+    def with_workers_that_stay(*positional: Any, **named: Any) -> Any:
+        loader = original(*positional, **named)
+        if getattr(loader, "num_workers", 0):
+            loader.worker_init_fn = WorkerStart(loader.worker_init_fn)
+        return loader
+
+    with_workers_that_stay.outlives_signals = True  # type: ignore[attr-defined]
+    training.build_pretraining_data_loader = with_workers_that_stay
+
+
+class WorkerStart:
+    """What a data-loader worker does first: after it, only its rank can end it by a signal."""
+
+    def __init__(self, original: Any) -> None:
+        self.original = original
+
+    def __call__(self, worker: int) -> None:
+        """Run the loader's own start, then deal with signals."""
+        if self.original is not None:
+            self.original(worker)
+        for number in (signal.SIGUSR1, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
+        # SIGTERM from the rank is how Python ends its workers; from anyone else it is meant for the rank.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+
+
+def _end_with_parent(parent: int) -> None:
+    while True:
+        if signal.sigwaitinfo({signal.SIGTERM}).si_pid == parent:
+            os._exit(0)
+
+
+def reached_time_limit() -> bool:
+    """Whether the supervisor's time limit has passed."""
+    return time.time() >= float(os.environ.get(END_TIME_VARIABLE, "inf"))

@@ -1,0 +1,175 @@
+"""What to do after an attempt has ended: a pure function of the attempts so far.
+
+The supervisor calls it with what happened, the simulation (`simulate`) with what it draws.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from megagate.errors import EXIT_USER_ERROR
+
+EXIT_GAVE_UP = 3
+EXIT_AGAIN = 75
+"""The run has saved and ended early: start it again to go on (EX_TEMPFAIL of sysexits.h)."""
+
+
+class Kind(StrEnum):
+    """How an attempt ended."""
+
+    FINISHED = "finished"
+    STOPPED = "stopped"
+    """It was told to end, or came to its time limit."""
+    ASKED = "asked"
+    """A flag such as --exit-interval ended it."""
+    USER_ERROR = "user error"
+    SPIKE = "spike"
+    """The loss or the gradients went wrong, and the policy is to go back."""
+    HANG = "hang"
+    KILLED = "killed"
+    """A rank died of a signal."""
+    DEVICE = "device"
+    NODE = "node"
+    """Slurm reports a failed node."""
+    PREFLIGHT = "preflight"
+    """A node did not pass the checks before the start."""
+    LOADING = "loading"
+    """It failed while it read the checkpoint."""
+    LOST = "lost"
+    """The supervisor itself went away, with its node or its job."""
+    FAILED = "failed"
+    """Anything else."""
+
+
+PATTERNS: tuple[tuple[Kind, re.Pattern[str]], ...] = (
+    (Kind.NODE, re.compile(r"due to node failure|Node failure on (?P<host>\S+)|NODE FAIL", re.IGNORECASE)),
+    (
+        Kind.DEVICE,
+        re.compile(
+            r"uncorrectable (NVLink|ECC)|ECC error|fallen off the bus|\bXid\b|No CUDA GPUs|CUDA driver initialization "
+            r"failed|CUDA error: (an illegal|unspecified|unknown|hardware|misaligned|uncorrectable|initialization)"
+        ),
+    ),
+)
+"""Lines of the log that say more than the exit code does."""
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """An attempt that has ended. Steps are Megatron's iterations."""
+
+    kind: Kind
+    started_at: int = 0
+    """The step of the checkpoint that it began from."""
+    step: int = 0
+    """The last step that it did."""
+    saved: int = 0
+    """The step of the newest complete checkpoint afterwards."""
+    host: str | None = None
+    """The node at fault, where it is known."""
+    signal: str | None = None
+    """The signal that told the supervisor to stop."""
+
+
+class Action(StrEnum):
+    """What the supervisor does next."""
+
+    DONE = "done"
+    STOP = "stop"
+    GIVE_UP = "give up"
+    RESTART = "restart"
+    REQUEUE = "requeue"
+    ROLL_BACK = "roll back"
+    """Restart from the checkpoint before the last one."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """An action, why, and what belongs to it."""
+
+    action: Action
+    reason: str
+    status: int = 0
+    """The supervisor's exit status, where it ends."""
+    exclude: tuple[str, ...] = field(default=())
+    """Nodes to do without from now on."""
+    wait: float = 0.0
+    """Seconds to wait before the next attempt."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What the supervisor is allowed to do."""
+
+    can_requeue: bool = False
+    """Slurm can give the job other nodes."""
+    same_step: int = 3
+    """Give up after this many failures in a row at one step."""
+    without_progress: int = 10
+    """Give up after this many failures in a row without a new checkpoint between them."""
+    back_off: float = 10.0
+    """Seconds before the second restart in a row without a new checkpoint; doubled for each further one."""
+    longest_wait: float = 600.0
+
+
+ENDS = (Kind.FINISHED, Kind.STOPPED, Kind.ASKED)
+NOT_COUNTED = (Kind.NODE, Kind.LOST, Kind.PREFLIGHT)
+"""Faults of machines, which say nothing about the step."""
+
+
+def decide(attempts: Sequence[Attempt], policy: Policy) -> Decision:
+    """Return what to do after the last of `attempts` (at least one, the oldest first)."""
+    last = attempts[-1]
+    if last.kind is Kind.FINISHED:
+        return Decision(Action.DONE, "all steps are done")
+    if last.kind is Kind.ASKED:
+        return Decision(Action.STOP, "a flag asked for an early end")
+    if last.kind is Kind.STOPPED:
+        return _after_stop(last, policy)
+    if last.kind is Kind.USER_ERROR:
+        return Decision(Action.GIVE_UP, "a mistake in what the run was given does not mend itself", EXIT_USER_ERROR)
+    failures = _last_failures(attempts)
+    counted = [attempt for attempt in failures if attempt.kind not in NOT_COUNTED]
+    at_step = [attempt for attempt in counted[-policy.same_step :] if attempt.step == last.step]
+    if last.kind is Kind.SPIKE:  # its own limit: the batches at fault are skipped from now on
+        return _unless_stuck(Decision(Action.RESTART, "the batches at fault are skipped"), failures, policy)
+    if last in counted and len(at_step) == policy.same_step:
+        reason = f"{policy.same_step} failures in a row at step {last.step}: it would fail there again"
+        return Decision(Action.GIVE_UP, reason, EXIT_GAVE_UP)
+    wait = min(policy.longest_wait, policy.back_off * 2 ** (len(failures) - 2)) if len(failures) > 1 else 0.0
+    if last.kind is Kind.LOADING and len(counted) > 1 and counted[-2].kind is Kind.LOADING and last.started_at:
+        return _unless_stuck(Decision(Action.ROLL_BACK, "the checkpoint failed twice to load"), failures, policy)
+    on_host = [attempt for attempt in attempts[-5:] if last.host and attempt.host == last.host]
+    again = len([attempt for attempt in on_host if attempt.kind not in ENDS]) > 1
+    at_fault = last.kind in (Kind.DEVICE, Kind.NODE, Kind.PREFLIGHT) or again
+    if at_fault and policy.can_requeue:
+        exclude = (last.host,) if last.host else ()
+        reason = f"the node {last.host} is at fault" if last.host else "a node is at fault"
+        return _unless_stuck(Decision(Action.REQUEUE, reason, exclude=exclude), failures, policy)
+    return _unless_stuck(Decision(Action.RESTART, "it may pass", wait=wait), failures, policy)
+
+
+def _after_stop(last: Attempt, policy: Policy) -> Decision:
+    if last.signal in ("SIGTERM", "SIGINT"):
+        return Decision(Action.STOP, f"told to end by {last.signal}", EXIT_AGAIN)
+    if policy.can_requeue:
+        return Decision(Action.REQUEUE, "the time limit of the job")
+    return Decision(Action.STOP, "told to save and end", EXIT_AGAIN)
+
+
+def _last_failures(attempts: Sequence[Attempt]) -> list[Attempt]:
+    """Return the failures at the end of `attempts` between which no new checkpoint was written."""
+    failures: list[Attempt] = []
+    for attempt in reversed(attempts):
+        if attempt.kind in ENDS or (failures and attempt.saved < failures[-1].saved):
+            break
+        failures.append(attempt)
+    return failures[::-1]
+
+
+def _unless_stuck(decision: Decision, failures: Sequence[Attempt], policy: Policy) -> Decision:
+    if len(failures) < policy.without_progress:
+        return decision
+    reason = f"{len(failures)} failures in a row without a new checkpoint"
+    return Decision(Action.GIVE_UP, reason, EXIT_GAVE_UP)

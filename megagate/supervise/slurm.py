@@ -1,0 +1,79 @@
+"""The supervisor's side of Slurm: time left, signals to the ranks, and back into the queue without a bad node."""
+
+import os
+import re
+import subprocess
+import time
+from collections.abc import Sequence
+
+TRIES = 60
+"""How often, half a second apart, a change is tried that Slurm refuses while the job is being requeued."""
+
+
+def job() -> str | None:
+    """Return the number of the job whose batch script this process is, or None outside of Slurm."""
+    return os.environ.get("SLURM_JOB_ID") if "SLURM_JOB_NODELIST" in os.environ else None
+
+
+def nodes() -> list[str]:
+    """Return the names of the job's nodes."""
+    return _run("scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"])[1].split()
+
+
+def seconds_left() -> float | None:
+    """Return how long the job may still run, or None without a limit."""
+    status, text = _run("squeue", "--noheader", "--job", os.environ["SLURM_JOB_ID"], "--format", "%L")
+    return parse_time(text.strip()) if status == 0 else None
+
+
+def parse_time(text: str) -> float | None:
+    """Return the seconds of Slurm's [days-][[hours:]minutes:]seconds, or None for anything else, such as UNLIMITED."""
+    match = re.fullmatch(r"(?:(\d+)-)?(?:(?:(\d+):)?(\d+):)?(\d+)", text)
+    if match is None:
+        return None
+    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+    return ((days * 24 + hours) * 60 + minutes) * 60.0 + seconds
+
+
+def signal_ranks(name: str) -> None:
+    """Send a signal, such as "USR1", to every process of the job's steps; the batch script gets none."""
+    _run("scancel", f"--signal={name}", os.environ["SLURM_JOB_ID"])
+
+
+def requeue(exclude: Sequence[str] = ()) -> str | None:
+    """Put the job back into the queue, never again on the nodes in `exclude`; Slurm then ends this process.
+
+    Returns:
+        What went wrong, or None.
+    """
+    number = os.environ["SLURM_JOB_ID"]
+    if not exclude:
+        status, text = _run("scontrol", "requeue", number)
+        return None if status == 0 else text
+    status, text = _run("scontrol", "show", "job", number)
+    before = re.search(r"ExcNodeList=(\S+)", text)
+    listed = [] if before is None or before[1] == "(null)" else [before[1]]
+    # Only a job that waits can be given other nodes, and without the hold it might start on the same ones.
+    status, text = _run("scontrol", "requeuehold", number)
+    if status:
+        return text
+    problem = _insist("scontrol", "update", f"JobId={number}", f"ExcNodeList={','.join([*listed, *exclude])}")
+    return _insist("scontrol", "release", number) or problem
+
+
+def _insist(*words: str) -> str | None:
+    text = ""
+    for _ in range(TRIES):
+        status, text = _run(*words)
+        if status == 0:
+            return None
+        time.sleep(0.5)
+    return text
+
+
+def _run(*words: str) -> tuple[int, str]:
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return 1, str(error)
+    return done.returncode, done.stdout if done.returncode == 0 else " ".join(done.stderr.split())

@@ -1,0 +1,139 @@
+"""The state of a run on one screen, and its goodput."""
+
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megagate.errors import UserError
+from megagate.supervise.records import FOLDER, History, Progress, read_progress
+
+SHOWN_ATTEMPTS = 10
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """How the time went, in seconds."""
+
+    useful: float
+    """Spent on steps that a checkpoint kept, or that are being done now."""
+    allocated: float
+    """During which the run had its nodes."""
+    calendar: float
+    """From the first start until now, waiting in the queue included."""
+
+    @property
+    def of_allocated(self) -> float:
+        """Return the share of the allocated time that was useful."""
+        return self.useful / self.allocated if self.allocated else 0.0
+
+    @property
+    def of_calendar(self) -> float:
+        """Return the share of all time that was useful."""
+        return self.useful / self.calendar if self.calendar else 0.0
+
+
+def goodput(events: list[dict[str, Any]], progress: Progress | None, now: float) -> Goodput:
+    """Return how the time of a run went, from its history and the progress of an attempt that is not over."""
+    attempts = {event["attempt"]: event for event in events if event["event"] == "attempt"}
+    ends = {event["attempt"]: event for event in events if event["event"] == "end"}
+    if not attempts:
+        return Goodput(0.0, 0.0, 0.0)
+    useful = sum(end["seconds"] - end["seconds_lost"] for end in ends.values())
+    spans: dict[Any, list[float]] = {}
+    for number, begun in attempts.items():
+        end = ends.get(number)
+        over = begun["time"] + end["seconds"] if end else now
+        if end is None and progress is not None and progress.first_time >= begun["time"]:
+            useful += progress.time - progress.first_time
+        job = (begun.get("job"), begun.get("restart"))
+        span = spans.setdefault(job if job[0] else number, [begun["time"], over])
+        span[1] = max(span[1], over)
+    first = min(begin for begin, _ in spans.values())
+    last = max(over for _, over in spans.values())
+    return Goodput(useful, sum(over - begin for begin, over in spans.values()), last - first)
+
+
+def screen(save: Path, now: float | None = None) -> str:
+    """Return what `python -m megagate.supervise status SAVE` prints.
+
+    Raises:
+        UserError: no supervisor has written there.
+    """
+    folder = save / FOLDER
+    now = time.time() if now is None else now
+    events = list(History(folder).events())
+    begun = [event for event in events if event["event"] == "attempt"]
+    ends = {event["attempt"]: event for event in events if event["event"] == "end"}
+    if not begun:
+        raise UserError(f"{save} has no history of a supervised run: give the folder that --save names")
+    progress = read_progress(folder)
+    last = begun[-1]
+    running = last["attempt"] not in ends
+    time_spent = goodput(events, progress, now)
+    lines = [f"run        {save}"]
+    if running:
+        step = f"step {progress.step}, {now - progress.time:.0f} s ago" if progress else "before its first step"
+        lines.append(f"now        attempt {last['attempt']} on {_nodes(last)}: {step}")
+    else:
+        end = ends[last["attempt"]]
+        lines.append(f"now        not running; last decision: {end['decision']} ({end['reason']})")
+    lines.append(f"saved      step {_saved(save)}")
+    lost = sum(end["steps_lost"] for end in ends.values())
+    lines.append(f"attempts   {len(begun)}: {_counts(ends.values())}; {lost} steps done again")
+    lines.append(
+        f"goodput    {100 * time_spent.of_allocated:.1f} % of {_duration(time_spent.allocated)} with nodes, "
+        f"{100 * time_spent.of_calendar:.1f} % of {_duration(time_spent.calendar)} in all"
+    )
+    skips = [event for event in events if event["event"] == "skip"]
+    if skips:
+        ranges = ", ".join(f"{event['first']}-{event['last']}" for event in skips)
+        lines.append(f"skipped    steps {ranges}")
+    excluded = [node for end in ends.values() for node in end["exclude"]]
+    if excluded:
+        lines.append(f"excluded   {', '.join(sorted(set(excluded)))}")
+    lines.append("")
+    lines.append(f"{'attempt':>7} {'began':<16} {'steps':>15} {'lost':>6} {'time':>8}  end")
+    for event in begun[-SHOWN_ATTEMPTS:]:
+        lines.append(_row(event, ends.get(event["attempt"])))
+    return "\n".join(lines)
+
+
+def _row(begun: dict[str, Any], end: dict[str, Any] | None) -> str:
+    when = time.strftime("%Y-%m-%d %H:%M", time.localtime(begun["time"]))
+    if end is None:
+        return f"{begun['attempt']:>7} {when:<16} {begun['from']:>15} {'':>6} {'':>8}  running, or lost with its node"
+    steps = f"{end['started_at']}-{end['step']}"
+    where = f" on {end['host']}" if end.get("host") else ""
+    said = f": {end['message'][:60]}" if end.get("message") else ""
+    return (
+        f"{begun['attempt']:>7} {when:<16} {steps:>15} {end['steps_lost']:>6} {_duration(end['seconds']):>8}  "
+        f"{end['kind']}{where}{said} -> {end['decision']}"
+    )
+
+
+def _counts(ends: Any) -> str:
+    counts = Counter(end["kind"] for end in ends)
+    return ", ".join(f"{number} {kind}" for kind, number in counts.most_common()) or "none has ended"
+
+
+def _nodes(begun: dict[str, Any]) -> str:
+    nodes = begun.get("nodes") or [begun["host"]]
+    return nodes[0] if len(nodes) == 1 else f"{len(nodes)} nodes from {nodes[0]}"
+
+
+def _saved(save: Path) -> str:
+    try:
+        return (save / "latest_checkpointed_iteration.txt").read_text(encoding="ascii").strip()
+    except OSError:
+        return "none"
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    parts = [(days, "d"), (hours, "h"), (minutes, "m"), (seconds, "s")]
+    first = next((index for index, (value, _) in enumerate(parts) if value), 3)
+    return " ".join(f"{value}{unit}" for value, unit in parts[first : first + 2])

@@ -1,0 +1,244 @@
+"""The loop around the attempts of a run: start, watch, write the history, decide, again.
+
+Under Slurm it is the batch script's own process, so that the warning before the time limit reaches it; it starts each
+attempt as a step of the job. On one machine it starts torchrun.
+"""
+
+import fcntl
+import os
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from megagate.errors import UserError
+from megagate.supervise import records, slurm
+from megagate.supervise.decide import EXIT_AGAIN, Action, Attempt, Decision, Kind, Policy, decide
+from megagate.supervise.records import History
+from megagate.supervise.watch import Watch
+
+TRAINER = "megagate.pretrain"
+END_TIME_VARIABLE = "MEGAGATE_END_TIME"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The supervisor's own flags."""
+
+    policy: Policy
+    hang_after: float
+    start_limit: float
+    save_margin: float
+    """Seconds before the job's time limit at which the trainer begins its last save."""
+
+
+class Supervisor:
+    """Keeps one run alive.
+
+    Args:
+        command: starts the ranks with `-m megagate.pretrain FLAGS` at its end.
+        save: the run's folder of checkpoints.
+    """
+
+    def __init__(self, command: Sequence[str], save: Path, settings: Settings) -> None:
+        self.command, self.save, self.settings = list(command), save, settings
+        self.folder = save / records.FOLDER
+        self.history = History(self.folder)
+        self._stop: str | None = None
+
+    def run(self) -> int:
+        """Run to the end of training, or to a decision that ends it; return the exit status."""
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+            signal.signal(number, self._note)
+        lock = self._lock()
+        self._close_lost_attempt()
+        while True:
+            attempt, details = self._attempt(lock.fileno())
+            decision = decide([*self._attempts(), attempt], self.settings.policy)
+            self._write_end(attempt, details, decision)
+            print(f"megagate: {_sentence(attempt, details, decision)}", flush=True)
+            status = self._act(decision)
+            if status is not None:
+                lock.close()
+                return status
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self._stop != "SIGTERM":  # Slurm's last word
+            self._stop = signal.Signals(number).name
+
+    def _lock(self) -> Any:
+        """Keep a second supervisor from writing into the same folder; the ranks hold the lock too."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            lock = open(self.folder / "lock", "a", encoding="utf-8")  # noqa: SIM115 - until the process ends
+        except OSError as error:
+            raise UserError(f"cannot write in {self.folder}: {error.strerror}; correct --save") from error
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(
+                f"another supervisor, or ranks that it left, write into {self.save}: end them, or give another --save"
+            ) from error
+        except OSError:  # a file system without locks
+            pass
+        return lock
+
+    def _attempts(self) -> list[Attempt]:
+        """Return the attempts that have ended, the oldest first."""
+        return [
+            Attempt(Kind(end["kind"]), end["started_at"], end["step"], end["saved"], end.get("host"), end.get("signal"))
+            for end in self.history.of("end")
+        ]
+
+    def _close_lost_attempt(self) -> None:
+        """Write the end of an attempt whose supervisor went away with its node."""
+        begun, ended = self.history.of("attempt"), self.history.of("end")
+        if not begun or (ended and ended[-1]["attempt"] == begun[-1]["attempt"]):
+            return
+        progress = records.read_progress(self.folder)
+        step = progress.step if progress else 0
+        attempt = Attempt(Kind.LOST, progress.started_at if progress else 0, step, self._saved())
+        last = progress.time if progress else begun[-1]["time"]
+        details = {"message": "the job or its first node went away", "ended": last}
+        self._write_end(attempt, details, Decision(Action.RESTART, "the job is back"))
+
+    def _attempt(self, lock: int) -> tuple[Attempt, dict[str, Any]]:
+        number = len(self.history.of("attempt")) + 1
+        records.clear(self.folder)
+        environment = dict(os.environ, PYTHONUNBUFFERED="1")
+        environment[records.DIRECTORY_VARIABLE] = str(self.folder.resolve())
+        environment[records.ATTEMPT_VARIABLE] = str(number)
+        environment["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"] = str(self.folder.resolve() / "flight_recorder_rank_")
+        fields: dict[str, Any] = {"attempt": number, "from": self._saved(), "host": records.host()}
+        if slurm.job() is not None:
+            restart = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+            fields |= {"job": slurm.job(), "restart": restart, "nodes": slurm.nodes()}
+            left = slurm.seconds_left()
+            if left is not None:
+                environment[END_TIME_VARIABLE] = f"{time.time() + left - self._margin():.0f}"
+        self.history.add("attempt", **fields)
+        limits = self.settings.hang_after, self.settings.start_limit
+        watch = Watch(self._trainer(), environment, self.folder, *limits, lock)
+        attempt = watch.run(lambda: self._stop)
+        return replace(attempt, saved=self._saved()), watch.details
+
+    def _margin(self) -> float:
+        """Return the seconds before the time limit at which the last save begins: more where saves have been slow."""
+        slowest = max((end.get("save_seconds", 0.0) for end in self.history.of("end")), default=0.0)
+        return max(self.settings.save_margin, 2 * slowest)
+
+    def _trainer(self) -> list[str]:
+        """Return the command, which loads the run's own checkpoint once there is one."""
+        has_checkpoint = (self.save / "latest_checkpointed_iteration.txt").is_file() or any(self.save.glob("iter_*"))
+        given = any(word.split("=")[0] == "--load" for word in self.command)
+        if not has_checkpoint and given:
+            return self.command
+        return [*self.command, "--load", str(self.save), "--allow-fresh-start"]
+
+    def _saved(self) -> int:
+        """Return the step of the checkpoint that the tracker names, 0 without one."""
+        try:
+            return int((self.save / "latest_checkpointed_iteration.txt").read_text(encoding="ascii"))
+        except (OSError, ValueError):
+            return 0
+
+    def _write_end(self, attempt: Attempt, details: dict[str, Any], decision: Decision) -> None:
+        begun = self.history.of("attempt")[-1]
+        progress = records.read_progress(self.folder)
+        ended = details.pop("ended", None) or time.time()
+        done = max(0, attempt.step - attempt.started_at)
+        kept = max(0, min(attempt.saved, attempt.step) - attempt.started_at)
+        if attempt.kind in (Kind.FINISHED, Kind.ASKED):
+            kept = done
+        seconds = progress.time - progress.first_time if progress else 0.0
+        useful = seconds * kept / done if done else 0.0
+        self.history.add(
+            "end",
+            attempt=begun["attempt"],
+            kind=attempt.kind,
+            host=attempt.host,
+            signal=attempt.signal,
+            started_at=attempt.started_at,
+            step=attempt.step,
+            saved=attempt.saved,
+            steps_lost=done - kept,
+            seconds=round(ended - begun["time"], 3),
+            seconds_lost=round(ended - begun["time"] - useful, 3),
+            decision=decision.action,
+            reason=decision.reason,
+            exclude=list(decision.exclude),
+            **details,
+        )
+
+    def _act(self, decision: Decision) -> int | None:
+        """Do what was decided; return the exit status if that ends the supervisor."""
+        if decision.action in (Action.DONE, Action.STOP, Action.GIVE_UP):
+            return decision.status
+        if decision.action is Action.ROLL_BACK:
+            roll_back(self.save, 1)
+        if self._stop is not None and decision.action is not Action.REQUEUE:
+            return EXIT_AGAIN
+        if decision.action is Action.REQUEUE:
+            return self._requeue(decision)
+        deadline = time.time() + decision.wait
+        while time.time() < deadline and self._stop is None:
+            time.sleep(min(1.0, decision.wait))
+        return None if self._stop is None else EXIT_AGAIN
+
+    def _requeue(self, decision: Decision) -> int:
+        self._stop = None
+        problem = slurm.requeue(decision.exclude)
+        if problem is not None:
+            print(f"megagate: Slurm does not requeue the job ({problem}): submit it again to go on", flush=True)
+            return EXIT_AGAIN
+        deadline = time.time() + 60
+        while self._stop is None and time.time() < deadline:  # until Slurm ends this process
+            time.sleep(0.1)
+        return EXIT_AGAIN
+
+
+def roll_back(save: Path, count: int) -> int:
+    """Put the newest `count` complete checkpoints aside, so that the run goes on from the one before them.
+
+    They are moved to SAVE/rolled_back, never removed.
+
+    Returns:
+        The step that the run goes on from; 0 if no checkpoint is left.
+    """
+    from megagate.checkpoint.load import ITERATION_DIRECTORY, TRACKER, missing_piece
+
+    complete: list[tuple[int, Path]] = []
+    for path in save.iterdir():
+        match = ITERATION_DIRECTORY.match(path.name)
+        if match:
+            complete.append((int(match[1]), path))
+    complete.sort(reverse=True)
+    whole = [step for step, path in complete if missing_piece(path) is None]
+    target = whole[count] if len(whole) > count else 0
+    aside = save / "rolled_back"
+    if target:
+        records.write_whole(save / TRACKER, str(target))
+    else:
+        (save / TRACKER).unlink(missing_ok=True)
+    for step, path in complete:
+        if step > target:
+            aside.mkdir(exist_ok=True)
+            free = (aside / f"{path.name}.{number}" for number in range(10**6))
+            path.rename(next(name for name in free if not name.exists()))
+    return target
+
+
+def _sentence(attempt: Attempt, details: dict[str, Any], decision: Decision) -> str:
+    where = "".join(
+        f", {name} {value}"
+        for name, value in (("rank", details.get("rank")), ("node", attempt.host))
+        if value is not None
+    )
+    said = f" ({details['message']})" if details.get("message") else ""
+    return (
+        f"attempt ended: {attempt.kind}{said} at step {attempt.step}{where}; saved is step {attempt.saved}; "
+        f"{decision.action}: {decision.reason}"
+    )

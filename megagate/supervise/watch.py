@@ -1,0 +1,249 @@
+"""One attempt from its start to its end: its output, its signals, its hangs, and what they say about its end."""
+
+import contextlib
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from megagate.supervise import slurm
+from megagate.supervise.decide import PATTERNS, Attempt, Kind
+from megagate.supervise.records import read_outcomes, read_progress
+
+POLL = 0.2
+AGAIN = 15.0
+"""Seconds after which a rank that does not end is told again: it may not have listened yet."""
+STACK_SECONDS = 5.0
+"""How long ranks that hang have to write their stacks."""
+OTHER_LINES = 400
+"""Lines of an attempt, besides those of the training log, that go to the main log: thousands of ranks may all fail."""
+
+LOG_LINE = re.compile(r"^megagate|\biteration +\d+/|validation loss|checkpoint|exiting program|^error: ")
+ROOT_CAUSE = re.compile(r"Root Cause")
+REPORT = re.compile(r"^\s*(rank|exitcode|host)\s*: (\S+)")
+COMMUNICATION = re.compile(r'File ".*(distributed_c10d|torch/distributed/).*"')
+
+
+class Log:
+    """What an attempt prints: passed on to the main log, and searched for causes."""
+
+    def __init__(self, stream: Any) -> None:
+        self.found: tuple[Kind, str | None, str] | None = None
+        """The first telling line: kind, node, text."""
+        self.error = ""
+        """The sentence of a user's error."""
+        self.report: dict[str, str] = {}
+        """torchrun's report of the first failure: rank, exitcode and host."""
+        self._in_report = False
+        self._others = 0
+        self._thread = threading.Thread(target=self._read, args=(stream,), daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Wait for the rest of the output; a process that outlived the attempt may hold it open."""
+        self._thread.join(timeout=5)
+
+    def _read(self, stream: Any) -> None:
+        for line in stream:
+            self._look(line)
+            if not LOG_LINE.search(line):
+                self._others += 1
+                if self._others > OTHER_LINES:
+                    continue
+            sys.stdout.write(line)
+            sys.stdout.flush()
+            if self._others == OTHER_LINES:
+                print("megagate: what else the ranks print is in supervise/nodes/", flush=True)
+                self._others += 1
+
+    def _look(self, line: str) -> None:
+        if line.startswith("error: ") and not self.error:
+            self.error = line.strip().removeprefix("error: ")
+        if ROOT_CAUSE.search(line) and not self.report:
+            self._in_report = True
+        match = REPORT.match(line)
+        if match and self._in_report:
+            self.report.setdefault(match[1], match[2])
+            self._in_report = len(self.report) < 3
+        if self.found is None:
+            for kind, pattern in PATTERNS:
+                match = pattern.search(line)
+                if match:
+                    self.found = kind, match.groupdict().get("host"), line.strip()
+
+
+class Watch:
+    """Run a command as one attempt.
+
+    Args:
+        command: starts the ranks, and ends when they have.
+        environment: for the command.
+        folder: of the records.
+        hang_after: seconds without a step after which an attempt hangs; the first step may take `start_limit`.
+        lock: a file that the command keeps open.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: dict[str, str],
+        folder: Path,
+        hang_after: float,
+        start_limit: float,
+        lock: int,
+    ) -> None:
+        self.folder, self._hang_after, self._start_limit = folder, hang_after, start_limit
+        self.details: dict[str, Any] = {}
+        self._told: str | None = None
+        self._hung = ""
+        self._started = time.time()
+        self._in_slurm = command[0].endswith("srun")
+        self._child = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+            pass_fds=(lock,),
+        )
+        self._log = Log(self._child.stdout)
+
+    def run(self, stop: Callable[[], str | None]) -> Attempt:
+        """Wait for the end and say what it was; `stop` returns the signal that told the supervisor to end."""
+        told_at = 0.0
+        while self._child.poll() is None:
+            if stop() is not None and time.time() - told_at > AGAIN:
+                self._told, told_at = stop(), time.time()
+                self._send("USR1")
+            if not self._hung and self._silent_for() > 0:
+                self._end_hang()
+            time.sleep(POLL)
+        self._log.close()
+        return self._attempt()
+
+    def _silent_for(self) -> float:
+        """Return the seconds by which the attempt is late, not above 0 if it isn't."""
+        progress = read_progress(self.folder)
+        if progress is None or progress.step == progress.started_at:
+            return time.time() - self._started - self._start_limit
+        return time.time() - progress.time - self._hang_after
+
+    def _end_hang(self) -> None:
+        self._send("USR2")
+        time.sleep(STACK_SECONDS)
+        silent, busy = stacks(self.folder)
+        parts = []
+        if silent:
+            parts.append(f"no answer from rank {', '.join(silent)}")
+        if busy:
+            parts.append(f"outside of communication: {', '.join(busy)}")
+        self._hung = "; ".join(parts) or "all ranks wait in communication"
+        suspects = [text.split(" ")[0] for text in silent] or [text.split(" ")[0] for text in busy]
+        if len(suspects) == 1:
+            self.details["rank"] = int(suspects[0])
+        print(f"megagate: the run hangs ({self._hung}); stacks are in {self.folder / 'stacks'}", flush=True)
+        self.kill()
+
+    def kill(self) -> None:
+        """End the ranks at once."""
+        self._send("KILL")
+        if not self._in_slurm:
+            self._child.kill()
+
+    def _send(self, name: str) -> None:
+        if self._in_slurm:
+            slurm.signal_ranks(name)
+            return
+        import psutil
+
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for process in psutil.Process(self._child.pid).children(recursive=True):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.send_signal(signal.Signals[f"SIG{name}"])
+
+    def _attempt(self) -> Attempt:
+        """Conclude how the attempt ended from the ranks' own words, torchrun's report, the log and the exit status."""
+        progress = read_progress(self.folder)
+        outcomes = read_outcomes(self.folder)
+        report, details = self._log.report, self.details
+        kind, host, message = self._kind(outcomes, bool(progress))
+        first = next((outcome for outcome in outcomes if outcome["outcome"] == "failed"), None)
+        if kind not in (Kind.FINISHED, Kind.STOPPED, Kind.ASKED):
+            if "rank" in report:
+                details.setdefault("rank", int(report["rank"]))
+            elif first is not None:
+                details.setdefault("rank", first["rank"])
+            host = host or (first or {}).get("host") or report.get("host")
+            rank_host = self._host_of(details.get("rank"))
+            host = rank_host or host
+        details["message"] = message[:1000]
+        details["status"] = self._child.returncode
+        return Attempt(
+            kind,
+            started_at=progress.started_at if progress else 0,
+            step=progress.step if progress else 0,
+            host=host,
+            signal=self._told,
+        )
+
+    def _kind(self, outcomes: list[dict[str, Any]], stepped: bool) -> tuple[Kind, str | None, str]:
+        by_name = {outcome["outcome"]: outcome for outcome in reversed(outcomes)}
+        if self._hung:
+            return Kind.HANG, None, self._hung
+        if "spike" in by_name:
+            return Kind.SPIKE, None, by_name["spike"]["message"]
+        if self._child.returncode == 0:
+            for name, kind in (("finished", Kind.FINISHED), ("asked", Kind.ASKED), ("stopped", Kind.STOPPED)):
+                if name in by_name:
+                    return kind, None, by_name[name]["message"]
+            return Kind.FAILED, None, "it ended with status 0, but rank 0 did not say how"
+        if "user_error" in by_name:
+            return Kind.USER_ERROR, by_name["user_error"]["host"], self._log.error or by_name["user_error"]["message"]
+        if self._told is not None:  # it did not get as far as its first step, or could not save
+            return Kind.STOPPED, None, f"ended by {self._told} before it had saved"
+        if self._log.found:
+            return self._log.found
+        exit_code = self._log.report.get("exitcode", "0")
+        if exit_code.startswith("-"):
+            name = _signal_name(-int(exit_code))
+            return Kind.KILLED, None, f"rank {self._log.report.get('rank', '?')} died of {name}"
+        failed = by_name.get("failed")
+        message = failed["message"] if failed else f"exit status {self._child.returncode}"
+        loading = not stepped and "checkpoint" in message.lower()
+        return (Kind.LOADING if loading else Kind.FAILED), failed["host"] if failed else None, message
+
+    def _host_of(self, rank: int | None) -> str | None:
+        """Return the node of a rank, as the rank wrote it at its start."""
+        with contextlib.suppress(OSError, IndexError):
+            return (self.folder / "stacks" / f"rank_{rank}.txt").read_text(encoding="utf-8").splitlines()[0]
+        return None
+
+
+def stacks(folder: Path) -> tuple[list[str], list[str]]:
+    """Return the ranks that gave no stack, and those whose main thread is not in communication, with where it is."""
+    silent, busy = [], []
+    for path in sorted((folder / "stacks").glob("rank_*.txt"), key=lambda path: int(path.stem.split("_")[1])):
+        rank = path.stem.split("_")[1]
+        text = path.read_text(encoding="utf-8", errors="replace")
+        _, found, dump = text.rpartition("Current thread ")
+        if not found:
+            silent.append(rank)
+            continue
+        frames = re.findall(r"^  (File .*)$", dump.partition("\n\n")[0], flags=re.MULTILINE)
+        if not any(COMMUNICATION.search(frame) for frame in frames[:4]):
+            busy.append(f"{rank} ({frames[0] if frames else 'no Python frame'})")
+    return silent, busy
+
+
+def _signal_name(number: int) -> str:
+    with contextlib.suppress(ValueError):
+        return signal.Signals(number).name
+    return f"signal {number}"

@@ -1,0 +1,122 @@
+"""What the supervisor decides after each kind of end."""
+
+import random
+
+import pytest
+
+from megagate.supervise.decide import PATTERNS, Action, Attempt, Kind, Policy, decide
+
+LOCAL, SLURM = Policy(), Policy(can_requeue=True)
+
+
+def failed(step: int, saved: int = 0, kind: Kind = Kind.FAILED, host: str | None = None) -> Attempt:
+    return Attempt(kind, started_at=0, step=step, saved=saved, host=host)
+
+
+@pytest.mark.parametrize(
+    ("attempt", "policy", "action", "status"),
+    [
+        (Attempt(Kind.FINISHED), SLURM, Action.DONE, 0),
+        (Attempt(Kind.ASKED), SLURM, Action.STOP, 0),
+        (Attempt(Kind.STOPPED, signal="SIGUSR1"), SLURM, Action.REQUEUE, 0),
+        (Attempt(Kind.STOPPED), SLURM, Action.REQUEUE, 0),
+        (Attempt(Kind.STOPPED, signal="SIGUSR1"), LOCAL, Action.STOP, 75),
+        (Attempt(Kind.STOPPED, signal="SIGTERM"), SLURM, Action.STOP, 75),
+        (Attempt(Kind.STOPPED, signal="SIGINT"), SLURM, Action.STOP, 75),
+        (Attempt(Kind.USER_ERROR), SLURM, Action.GIVE_UP, 2),
+        (Attempt(Kind.FAILED, step=5), SLURM, Action.RESTART, 0),
+        (Attempt(Kind.KILLED, host="n1"), SLURM, Action.RESTART, 0),
+        (Attempt(Kind.HANG), SLURM, Action.RESTART, 0),
+        (Attempt(Kind.LOST), SLURM, Action.RESTART, 0),
+        (Attempt(Kind.DEVICE, host="n1"), SLURM, Action.REQUEUE, 0),
+        (Attempt(Kind.NODE), SLURM, Action.REQUEUE, 0),
+        (Attempt(Kind.PREFLIGHT, host="n1"), SLURM, Action.REQUEUE, 0),
+        (Attempt(Kind.DEVICE, host="n1"), LOCAL, Action.RESTART, 0),
+        (Attempt(Kind.SPIKE), SLURM, Action.RESTART, 0),
+    ],
+)
+def test_after_one_attempt(attempt: Attempt, policy: Policy, action: Action, status: int) -> None:
+    decision = decide([attempt], policy)
+    assert (decision.action, decision.status) == (action, status)
+    assert decision.exclude == ((attempt.host,) if action is Action.REQUEUE and attempt.host else ())
+    assert decision.reason
+
+
+def test_the_same_step_three_times() -> None:
+    attempts = [failed(537, 500)] * 2
+    assert decide(attempts, SLURM).action is Action.RESTART
+    decision = decide([*attempts, failed(537, 500)], SLURM)
+    assert (decision.action, decision.status) == (Action.GIVE_UP, 3)
+    assert "at step 537" in decision.reason
+
+
+def test_other_steps_are_tried_again() -> None:
+    assert decide([failed(537, 500), failed(537, 500), failed(538, 500)], SLURM).action is Action.RESTART
+    assert decide([failed(537, 500), failed(530, 500), failed(537, 500)], SLURM).action is Action.RESTART
+
+
+def test_an_end_that_was_wanted_begins_anew() -> None:
+    attempts = [failed(537, 500), failed(537, 500), Attempt(Kind.STOPPED, step=537, saved=537), failed(537, 537)]
+    assert decide(attempts, SLURM).action is Action.RESTART
+
+
+def test_faults_of_machines_do_not_count_for_the_step() -> None:
+    attempts = [failed(537, 500, kind=Kind.NODE)] * 5
+    assert decide(attempts, SLURM).action is Action.REQUEUE
+
+
+def test_without_progress() -> None:
+    generator = random.Random(1)
+    steps = generator.sample(range(501, 600), 10)
+    attempts = [failed(step, 500) for step in steps]
+    assert decide(attempts[:9], SLURM).action is Action.RESTART
+    assert decide(attempts, SLURM).action is Action.GIVE_UP
+    with_progress = [failed(step, 500 + 100 * (number > 5)) for number, step in enumerate(steps)]
+    assert decide(with_progress, SLURM).action is Action.RESTART
+
+
+def test_a_node_at_fault_twice_is_left_out() -> None:
+    attempts = [failed(510, 500, host="n7"), failed(520, 500, host="n7")]
+    decision = decide(attempts, SLURM)
+    assert (decision.action, decision.exclude) == (Action.REQUEUE, ("n7",))
+    assert decide([attempts[0], failed(520, 500, host="n8")], SLURM).action is Action.RESTART
+
+
+def test_a_checkpoint_that_does_not_load() -> None:
+    attempt = Attempt(Kind.LOADING, started_at=500, step=500, saved=500)
+    assert decide([attempt], SLURM).action is Action.RESTART
+    assert decide([attempt, attempt], SLURM).action is Action.ROLL_BACK
+
+
+def test_waits_grow_and_end() -> None:
+    waits = [decide([failed(step, 500) for step in range(501, 501 + count)], LOCAL).wait for count in range(1, 10)]
+    assert waits == [0, 10, 20, 40, 80, 160, 320, 600, 600]
+
+
+@pytest.mark.parametrize(
+    ("line", "kind", "host"),
+    [
+        ("slurmstepd: error: *** STEP 12.0 ON n7 CANCELLED DUE TO NODE FAILURE ***", Kind.NODE, None),
+        ("srun: error: Node failure on gpu017", Kind.NODE, "gpu017"),
+        ("torch.AcceleratorError: CUDA error: uncorrectable ECC error encountered", Kind.DEVICE, None),
+        ("RuntimeError: No CUDA GPUs are available", Kind.DEVICE, None),
+        ("NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus.", Kind.DEVICE, None),
+    ],
+)
+def test_lines_that_name_the_cause(line: str, kind: Kind, host: str | None) -> None:
+    found = [(kind_, pattern.search(line)) for kind_, pattern in PATTERNS]
+    matches = [(kind_, match.groupdict().get("host")) for kind_, match in found if match]
+    assert matches[0] == (kind, host)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        " [2026-11-30 08:47:30] iteration  12/ 60 | consumed samples: 4 | lm loss: 5.5 |",
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.",
+        "RuntimeError: Connection closed by peer [10.0.0.1]:1234",
+        "megagate: no CUDA device found; running on the CPU platform (gloo, torch backend)",
+    ],
+)
+def test_lines_that_do_not(line: str) -> None:
+    assert not any(pattern.search(line) for _, pattern in PATTERNS)
