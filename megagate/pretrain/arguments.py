@@ -15,6 +15,7 @@ from megatron.training import arguments as megatron_arguments
 from megatron.training.global_vars import get_tokenizer, set_global_variables
 
 from megagate.checkpoint.fit import check_fits
+from megagate.checkpoint.save import add_keep_arguments, check_keep
 from megagate.checkpoint.warm_start import choose_start
 from megagate.data.validate import check_indexed_dataset
 from megagate.errors import UserError, reason
@@ -43,6 +44,7 @@ from megagate.pretrain.gate_checks import add_gate_training_arguments, check_gat
 from megagate.pretrain.layout import check_layout
 from megagate.pretrain.parser import HelpFormatter, Parser
 from megagate.pretrain.recipe import merge_recipe
+from megagate.pretrain.spikes import add_spike_arguments, check_spikes
 from megagate.telemetry.loop import add_telemetry_arguments, check_telemetry
 
 DEFAULTS: dict[str, Any] = {
@@ -226,6 +228,8 @@ def _add_own_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_gate_training_arguments(parser)
     add_telemetry_arguments(parser)
+    add_keep_arguments(parser)
+    add_spike_arguments(parser)
     parser.set_defaults(**DEFAULTS)
 
 
@@ -262,6 +266,8 @@ def complete(args: argparse.Namespace) -> None:
         raise UserError("--tokenizer-type is not given: say which tokenizer the data were made with")
     check_schedule(args)
     check_telemetry(args)
+    check_keep(args)
+    check_spikes(args)
     set_recompute(args, gate)
     set_pattern(args)
     check_gate(args, gate)

@@ -17,6 +17,12 @@ from megagate.supervise.records import ProgressFile, directory, host, write_outc
 HANG_SIGNAL = signal.SIGUSR2
 """Asks a rank for the stacks of its threads."""
 
+RERUN = {
+    16: "NaN or infinity, again when the step was computed again; another GPU has to compute it",
+    17: "NaN or infinity that Megatron's rerun state machine puts down to this GPU, or to the model",
+}
+"""Megatron's exit codes for results that it does not accept."""
+
 _stacks: Any = None  # stays open: the handler writes to it
 
 
@@ -72,3 +78,9 @@ def finished(args: argparse.Namespace, rank: int, asked_duration: int | None, en
         asked_duration is not None and stop.received() is None and not stop.reached_time_limit()
     )
     write_outcome("asked" if asked else "stopped", rank, stop.received() or "", step=step)
+
+
+def failed(rank: int, status: Any) -> None:
+    """Write on rank 0 what an exit status of Megatron's training loop means."""
+    if rank == 0 and status in RERUN:
+        write_outcome("failed", rank, RERUN[status])

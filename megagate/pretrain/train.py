@@ -8,10 +8,10 @@ from megatron.core.enums import ModelType
 from megatron.training import pretrain
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
-from megagate.checkpoint import torch_adam
+from megagate.checkpoint import save, torch_adam
 from megagate.gate.config import describe, gate_config_from_args
 from megagate.model.builder import model_config
-from megagate.pretrain import flops, gate_optimizer, stop, supervised
+from megagate.pretrain import flops, gate_optimizer, spikes, stop, supervised
 from megagate.pretrain.batch import forward_step
 from megagate.pretrain.datasets import dataset_provider
 from megagate.telemetry import loop as telemetry
@@ -39,6 +39,8 @@ def train(args: argparse.Namespace) -> None:
     telemetry.apply()
     asked_duration, ended_early = args.exit_duration_in_mins, False
     stop.apply(args)
+    save.apply()
+    spikes.apply(args)
     supervised.apply(args)
     config = pretrain_cfg_container_from_args(args, model_config(args))
     if args.rank == 0:
@@ -50,6 +52,9 @@ def train(args: argparse.Namespace) -> None:
         if ending.code is None:  # would count as success; where training ends early the code is a number
             raise RuntimeError("Megatron gave up loading the checkpoint: its last message says why") from ending
         if ending.code:
+            stop.over()
+            spikes.go_back(args)
+            supervised.failed(args.rank, ending.code)
             raise
         ended_early = True
     finally:

@@ -149,6 +149,8 @@ class Supervisor:
         begun = self.history.of("attempt")[-1]
         progress = records.read_progress(self.folder)
         ended = details.pop("ended", None) or time.time()
+        for skip in details.pop("skips", []):
+            self.history.add("skip", attempt=begun["attempt"], **skip)
         done = max(0, attempt.step - attempt.started_at)
         kept = max(0, min(attempt.saved, attempt.step) - attempt.started_at)
         if attempt.kind in (Kind.FINISHED, Kind.ASKED):
@@ -178,7 +180,9 @@ class Supervisor:
         if decision.action in (Action.DONE, Action.STOP, Action.GIVE_UP):
             return decision.status
         if decision.action is Action.ROLL_BACK:
-            roll_back(self.save, 1)
+            from megagate.checkpoint.keep import roll_back  # imports torch
+
+            print(f"megagate: going back to step {roll_back(self.save, 1)}", flush=True)
         if self._stop is not None and decision.action is not Action.REQUEUE:
             return EXIT_AGAIN
         if decision.action is Action.REQUEUE:
@@ -198,37 +202,6 @@ class Supervisor:
         while self._stop is None and time.time() < deadline:  # until Slurm ends this process
             time.sleep(0.1)
         return EXIT_AGAIN
-
-
-def roll_back(save: Path, count: int) -> int:
-    """Put the newest `count` complete checkpoints aside, so that the run goes on from the one before them.
-
-    They are moved to SAVE/rolled_back, never removed.
-
-    Returns:
-        The step that the run goes on from; 0 if no checkpoint is left.
-    """
-    from megagate.checkpoint.load import ITERATION_DIRECTORY, TRACKER, missing_piece
-
-    complete: list[tuple[int, Path]] = []
-    for path in save.iterdir():
-        match = ITERATION_DIRECTORY.match(path.name)
-        if match:
-            complete.append((int(match[1]), path))
-    complete.sort(reverse=True)
-    whole = [step for step, path in complete if missing_piece(path) is None]
-    target = whole[count] if len(whole) > count else 0
-    aside = save / "rolled_back"
-    if target:
-        records.write_whole(save / TRACKER, str(target))
-    else:
-        (save / TRACKER).unlink(missing_ok=True)
-    for step, path in complete:
-        if step > target:
-            aside.mkdir(exist_ok=True)
-            free = (aside / f"{path.name}.{number}" for number in range(10**6))
-            path.rename(next(name for name in free if not name.exists()))
-    return target
 
 
 def _sentence(attempt: Attempt, details: dict[str, Any], decision: Decision) -> str:

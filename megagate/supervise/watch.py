@@ -26,6 +26,7 @@ OTHER_LINES = 400
 LOG_LINE = re.compile(r"^megagate|\biteration +\d+/|validation loss|checkpoint|exiting program|^error: ")
 ROOT_CAUSE = re.compile(r"Root Cause")
 REPORT = re.compile(r"^\s*(rank|exitcode|host)\s*: (\S+)")
+SAVED = re.compile(r"megagate: saved \S+(?: \d+)? in ([\d.]+) s")
 COMMUNICATION = re.compile(r'File ".*(distributed_c10d|torch/distributed/).*"')
 
 
@@ -39,6 +40,8 @@ class Log:
         """The sentence of a user's error."""
         self.report: dict[str, str] = {}
         """torchrun's report of the first failure: rank, exitcode and host."""
+        self.save_seconds = 0.0
+        """Of the slowest save."""
         self._in_report = False
         self._others = 0
         self._thread = threading.Thread(target=self._read, args=(stream,), daemon=True)
@@ -66,6 +69,9 @@ class Log:
             self.error = line.strip().removeprefix("error: ")
         if ROOT_CAUSE.search(line) and not self.report:
             self._in_report = True
+        match = SAVED.match(line)
+        if match:
+            self.save_seconds = max(self.save_seconds, float(match[1]))
         match = REPORT.match(line)
         if match and self._in_report:
             self.report.setdefault(match[1], match[2])
@@ -185,6 +191,13 @@ class Watch:
             rank_host = self._host_of(details.get("rank"))
             host = rank_host or host
         details["message"] = message[:1000]
+        details["skips"] = [
+            {name: outcome[name] for name in ("first", "last", "target", "message")}
+            for outcome in outcomes
+            if outcome["outcome"] == "spike"
+        ]
+        if self._log.save_seconds:
+            details["save_seconds"] = self._log.save_seconds
         details["status"] = self._child.returncode
         return Attempt(
             kind,

@@ -1,0 +1,174 @@
+"""Around Megatron's saving: room for it, a look at what was written before the tracker names it, and what stays.
+
+Also for saves that go on in the background: then the look comes when the last of their files is written.
+"""
+
+import argparse
+import functools
+import importlib
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megagate.checkpoint import keep
+from megagate.checkpoint.load import missing_piece
+from megagate.errors import UserError
+
+WAIT_FOR_ROOM = 600.0
+"""Seconds to wait for someone, or something, to make room on a full disk before the run ends."""
+LOOK_AGAIN = 20.0
+MARGIN = 1.05
+
+
+def add_keep_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags for how long checkpoints are kept."""
+    group = parser.add_argument_group("checkpoints that are kept")
+    group.add_argument(
+        "--keep-last", type=int, metavar="N", help="remove older checkpoints than the last N (default: keep all)"
+    )
+    group.add_argument(
+        "--keep-every", type=int, metavar="STEPS", help="with --keep-last, keep those at multiples of STEPS for ever"
+    )
+
+
+def check_keep(args: argparse.Namespace) -> None:
+    """Raise UserError for flags that contradict each other."""
+    for name in ("keep_last", "keep_every"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise UserError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
+    if args.keep_every is not None and args.keep_last is None:
+        raise UserError(f"--keep-every {args.keep_every} has no effect without --keep-last: add it")
+    if args.keep_last is not None and args.save_retain_interval is not None:
+        raise UserError("--keep-last and --save-retain-interval both remove checkpoints: leave one of them out")
+
+
+def apply() -> None:
+    """Put `Saving` around Megatron's functions, once in a process."""
+    training: Any = importlib.import_module("megatron.training.training")
+    if isinstance(training.save_checkpoint, Saving):
+        return
+    checkpointing: Any = importlib.import_module("megatron.training.checkpointing")
+    training.save_checkpoint = Saving(training.save_checkpoint)
+    dist_checkpointing = checkpointing.dist_checkpointing
+    dist_checkpointing.save = _looked_at(dist_checkpointing.save)
+
+
+class Saving:
+    """Megatron's save_checkpoint with room made before it, old checkpoints removed after it, and its time told."""
+
+    def __init__(self, original: Any) -> None:
+        functools.update_wrapper(self, original)
+        self.original = original
+        self._cleaned: str | None = None
+
+    def __call__(self, iteration: int, *positional: Any, **named: Any) -> Any:
+        """Save a checkpoint."""
+        from megatron.training import get_args
+
+        args = get_args()
+        start = time.time()
+        if args.save is not None and args.rank == 0:
+            save = Path(args.save)
+            if self._cleaned != args.save:  # before the first save none can be in progress
+                self._cleaned = args.save
+                _say("removed what an interrupted save left", keep.clean(save))
+            _say("removed", keep.prune(save, args.keep_last, args.keep_every))
+            wait_for_room(save)
+        result = self.original(iteration, *positional, **named)
+        if args.save is not None and args.rank == 0:
+            seconds = time.time() - start
+            if args.async_save:
+                print(
+                    f"megagate: training waited {seconds:.1f} s for the save of step {iteration} to begin", flush=True
+                )
+            else:
+                print(f"megagate: saved step {iteration} in {seconds:.1f} s, in which training waited", flush=True)
+                _say("removed", keep.prune(Path(args.save), args.keep_last, args.keep_every))
+        return result
+
+
+def _say(what: str, steps: list[int]) -> None:
+    if steps:
+        print(f"megagate: {what}: {', '.join(keep.directory(Path(), step).name for step in steps)}", flush=True)
+
+
+def wait_for_room(save: Path) -> None:
+    """Wait until there is room for a checkpoint of the size of the last one.
+
+    Raises:
+        OSError: there is none after `WAIT_FOR_ROOM`; nothing was written.
+    """
+    last = keep.tracked(save)
+    needed = keep.size(keep.directory(save, last)) * MARGIN if last else 0
+    deadline = time.time() + WAIT_FOR_ROOM
+    while (free := shutil.disk_usage(save).free if save.is_dir() else needed) < needed:
+        room = f"{save} has {free / 1e9:.2f} GB free, and a checkpoint needs {needed / 1e9:.2f} GB"
+        if time.time() > deadline:
+            raise OSError(f"{room}: remove something, or use --keep-last")
+        print(f"megagate: {room}; waiting for room", flush=True)
+        time.sleep(LOOK_AGAIN)
+
+
+def _looked_at(original: Any) -> Any:
+    """Wrap dist_checkpointing.save, which returns when all is written, or returns the request to write it."""
+
+    @functools.wraps(original)
+    def save(state: Any, checkpoint: str, *positional: Any, **named: Any) -> Any:
+        start = time.time()
+        request = original(state, checkpoint, *positional, **named)
+        if request is None:
+            look_at(Path(checkpoint))
+            return None
+
+        def finalize() -> None:
+            look_at(Path(checkpoint))
+            if _rank() == 0:
+                print(
+                    f"megagate: saved {Path(checkpoint).name} in {time.time() - start:.1f} s, in the background",
+                    flush=True,
+                )
+
+        request.add_finalize_fn(finalize)  # Megatron adds what moves the tracker after it
+        return request
+
+    return save
+
+
+def look_at(checkpoint: Path) -> None:
+    """Check on rank 0 that a checkpoint is whole, and have its small files on the disk, before the tracker names it.
+
+    Every rank must call it.
+
+    Raises:
+        RuntimeError: it isn't whole; on every rank.
+    """
+    problem = None
+    if _rank() == 0:
+        problem = missing_piece(checkpoint)
+        if problem is None:
+            for path in (checkpoint / "metadata.json", checkpoint / ".metadata", checkpoint, checkpoint.parent):
+                _to_disk(path)
+    if torch.distributed.is_initialized():
+        failed = torch.tensor([problem is not None], dtype=torch.int, device=torch.cuda.current_device())
+        torch.distributed.broadcast(failed, 0)
+        if failed.item():
+            problem = problem or f"{checkpoint} is not whole: rank 0 says why"
+    if problem is not None:
+        raise RuntimeError(f"what was written is not what was to be saved: {problem}")
+
+
+def _to_disk(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _rank() -> int:
+    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
