@@ -60,6 +60,8 @@ from megatron.training import checkpointing
 from megatron.training.argument_utils import hybrid_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.models import HybridModelConfig
 from megatron.training.theoretical_memory_usage import report_theoretical_memory
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
+from torch.utils.tensorboard.writer import FileWriter as SummaryFileWriter
 
 from megagate.checkpoint import torch_adam
 from megagate.checkpoint.fit import CONTEXT_ARGUMENTS, MODEL_ARGUMENTS
@@ -422,3 +424,5 @@ def test_telemetry() -> None:
     timers("hidden", log_level=2).start()
     assert timers._timers.keys() == {"shown"}
     assert timers._timers["shown"]._started
+    assert "self._file_name = " in source(EventFileWriter.__init__)
+    assert "self.event_writer = EventFileWriter(" in source(SummaryFileWriter.__init__)

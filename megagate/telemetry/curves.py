@@ -41,15 +41,20 @@ def records(path: Path) -> Iterator[tuple[bytes, int, int]]:
             start = stop
 
 
-def drop_after(directory: Path, iteration: int) -> list[Path]:
+def drop_after(directory: Path, iteration: int, own: Path | None = None) -> list[Path]:
     """Take out of the event files in `directory` what belongs to steps after `iteration`, and return where it is kept.
+
+    Args:
+        directory: of a run's event files.
+        iteration: the last one to keep.
+        own: a file that is being written, which stays as it is.
 
     A file with an unreadable end, as a killed process leaves it, is read up to there, and the rest of it counts as
     later.
     """
     kept = []
     for path in sorted(directory.glob(f"*{EVENTS}*")):
-        end = end_of(path, iteration)
+        end = None if own is not None and path.samefile(own) else end_of(path, iteration)
         if end is None:
             continue
         name = path.name.replace(EVENTS, "events")

@@ -32,10 +32,6 @@ ON_THE_LINE = {
 }
 """What the iteration's line shows of the results, and how."""
 
-_train_step = training.train_step
-_training_log = training.training_log
-_print_rank_last = training.print_rank_last
-
 
 def add_telemetry_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of telemetry."""
@@ -66,10 +62,13 @@ def check_telemetry(args: argparse.Namespace) -> None:
 
 
 def apply() -> None:
-    """Let Megatron's training loop be observed; idempotent."""
-    training.train_step = train_step
-    training.training_log = training_log
-    training.print_rank_last = print_rank_last
+    """Let Megatron's training loop be observed; idempotent, whatever else wraps its functions."""
+    for name, wrap in (("train_step", _observed), ("training_log", _written), ("print_rank_last", _extended)):
+        function = getattr(training, name)
+        if not hasattr(function, "is_watched"):  # whatever functools.wraps has put around it has the mark too
+            wrapped = wrap(function)
+            wrapped.is_watched = True
+            setattr(training, name, wrapped)
 
 
 class Watch:
@@ -86,8 +85,9 @@ class Watch:
         self.telemetry = Telemetry(args, chunks, args.telemetry_rows)
         self.findings: Findings | None = None
         """Of the step that was observed last, until they are written."""
-        if get_tensorboard_writer() is not None:
-            forget_curves_after(args, iteration)
+        writer = get_tensorboard_writer()
+        if writer is not None:
+            forget_curves_after(args, iteration, Path(writer.file_writer.event_writer._file_name))
 
     def step(self, run: Callable[[], Any], iteration: int) -> Any:
         """Run a training step, observed if it is its turn, and return its result."""
@@ -134,39 +134,48 @@ def forget() -> None:
     _watch = None
 
 
-@functools.wraps(_train_step)
-def train_step(forward_step: Any, data_iterator: Any, model: list[nn.Module], *args: Any, **kwargs: Any) -> Any:
-    """Megatron's training step; `iteration` is that before it."""
-    global _watch
-    settings, iteration = get_args(), kwargs.get("iteration")
-    run = functools.partial(_train_step, forward_step, data_iterator, model, *args, **kwargs)
-    if iteration is None or not hasattr(settings, "telemetry_interval"):
-        return run()
-    if _watch is None or _watch.args is not settings:
-        _watch = Watch(settings, model, iteration)
-    return _watch.step(run, iteration + 1)
+def _observed(original: Any) -> Any:
+    @functools.wraps(original)
+    def train_step(forward_step: Any, data_iterator: Any, model: list[nn.Module], *args: Any, **kwargs: Any) -> Any:
+        """Megatron's training step; `iteration` is that before it."""
+        global _watch
+        settings, iteration = get_args(), kwargs.get("iteration")
+        run = functools.partial(original, forward_step, data_iterator, model, *args, **kwargs)
+        if iteration is None or not hasattr(settings, "telemetry_interval"):
+            return run()
+        if _watch is None or _watch.args is not settings:
+            _watch = Watch(settings, model, iteration)
+        return _watch.step(run, iteration + 1)
+
+    return train_step
 
 
-@functools.wraps(_training_log)
-def training_log(*args: Any, **kwargs: Any) -> Any:
-    """Megatron's log, and then ours."""
-    result = _training_log(*args, **kwargs)
-    if _watch is not None and _watch.args is get_args():
-        _watch.write(iteration=args[3])
-    return result
+def _written(original: Any) -> Any:
+    @functools.wraps(original)
+    def training_log(*args: Any, **kwargs: Any) -> Any:
+        """Megatron's log, and then ours; the fourth argument is the iteration."""
+        result = original(*args, **kwargs)
+        if _watch is not None and _watch.args is get_args():
+            _watch.write(iteration=args[3])
+        return result
+
+    return training_log
 
 
-@functools.wraps(_print_rank_last)
-def print_rank_last(message: str, *args: Any, **kwargs: Any) -> Any:
-    """Print; the line of an iteration with what was observed in it."""
-    if _watch is not None and re.search(r"\] iteration +\d+/", message):
-        message += _watch.line()
-    return _print_rank_last(message, *args, **kwargs)
+def _extended(original: Any) -> Any:
+    @functools.wraps(original)
+    def print_rank_last(message: str, *args: Any, **kwargs: Any) -> Any:
+        """Print; the line of an iteration with what was observed in it."""
+        if _watch is not None and re.search(r"\] iteration +\d+/", message):
+            message += _watch.line()
+        return original(message, *args, **kwargs)
+
+    return print_rank_last
 
 
-def forget_curves_after(args: argparse.Namespace, iteration: int) -> None:
+def forget_curves_after(args: argparse.Namespace, iteration: int, own: Path) -> None:
     """Take what an earlier attempt wrote after `iteration` out of the curves, and say where it is."""
-    kept = drop_after(Path(args.tensorboard_dir), iteration)
+    kept = drop_after(Path(args.tensorboard_dir), iteration, own)
     if kept:
         print(
             f"megagate: the curves in {args.tensorboard_dir} go on from iteration {iteration}; what an earlier attempt "

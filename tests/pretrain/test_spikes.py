@@ -1,5 +1,6 @@
 """Spikes are noticed alike on every rank, and what they made a run skip stays skipped."""
 
+import functools
 import json
 import math
 import random
@@ -84,6 +85,7 @@ def train_with_a_spike(argv: list[str], at: int, rank: int) -> tuple[int, str]:
     original = getattr(training.train_step, "without_judgement", training.train_step)
     done: list[int] = []
 
+    @functools.wraps(original)
     def with_spike(*positional, iteration, **named):
         result = list(original(*positional, iteration=iteration, **named))
         done.append(iteration + 1)

@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import pytest
 from torch.utils.tensorboard import SummaryWriter
 
 from megagate.telemetry.curves import drop_after, records
@@ -63,9 +62,20 @@ def test_from_the_beginning(tmp_path: Path) -> None:
     assert scalars(tmp_path) == {}
 
 
-@pytest.mark.parametrize("times", [2])
-def test_the_same_iteration_again(tmp_path: Path, times: int) -> None:
-    for turn in range(times):
+def test_the_same_iteration_again(tmp_path: Path) -> None:
+    for turn in range(2):
         write(tmp_path, range(1, 4), float(turn))
         assert len(drop_after(tmp_path, 1)) == 1
-    assert len(list(tmp_path.glob("replaced_after_1.*"))) == times
+    assert len(list(tmp_path.glob("replaced_after_1.*"))) == 2
+
+
+def test_a_file_that_is_being_written_stays(tmp_path: Path) -> None:
+    """Skipped iterations, for example, are noted before training begins."""
+    write(tmp_path, range(1, 6), 1.0)
+    with SummaryWriter(str(tmp_path), filename_suffix=".own") as writer:
+        own = Path(writer.file_writer.event_writer._file_name)
+        writer.add_scalar("skipped iterations", 1, 4)
+        assert len(drop_after(tmp_path, 2, own)) == 1
+        writer.add_scalar("lm loss", 1, 3)
+    assert set(scalars(tmp_path)["skipped iterations"]) == {4}
+    assert set(scalars(tmp_path)["lm loss"]) == {1, 2, 3}
