@@ -13,7 +13,7 @@ DEVIATIONS = 6.0
 WINDOW, MINIMUM, MERGE = 50, 10, 10
 NORMAL = 1.4826
 SMALLEST = 1e-3
-ROWS = 100_000
+ROWS = 20_000
 """Windows that are in memory at once."""
 
 DEFINITION = (

@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from typing import Any
 
 import numpy as np
 
@@ -76,13 +77,15 @@ def gate_of(run: Run) -> str:
         return NOTHING
     from megagate.gate.config import describe, gate_config_from_args  # imports torch, which takes seconds
 
-    values = {name: run.argument(name) for name in run.arguments}
-    given = {name: value for name, value in values.items() if "gate" in name or name.startswith("sdpa_output")}
-    given["attention_output_gate"] = "True" if given.get("attention_output_gate") == "True" else None
+    given: dict[str, Any] = {}
+    for name in run.arguments:
+        value = run.argument(name)
+        if value is not None:
+            given[name] = int(value) if value.isdigit() else {"True": True, "False": False}.get(value, value)
     try:
         return describe(gate_config_from_args(argparse.Namespace(**given)))
     except UserError:  # written by a version with other gates
-        return values.get("gate_preset") or "baseline"
+        return str(given.get("gate_preset", NOTHING))
 
 
 def summary(runs: Sequence[Run], spike_deviations: float) -> Table:

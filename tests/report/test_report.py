@@ -1,5 +1,6 @@
 """tools/report.py: the page says what the runs are, what they lack, and needs nothing but itself."""
 
+import dataclasses
 import os
 import re
 import subprocess
@@ -11,8 +12,11 @@ import numpy as np
 import pytest
 
 from megagate.errors import UserError
+from megagate.gate import PRESETS
 from megagate.report.command import PAGE, main
+from megagate.report.runs import Run
 from megagate.report.sections import FIGURES
+from megagate.report.tables import gate_of
 from tests.distributed import ROOT
 from tests.report.runs import ARGUMENTS, BATCH, SEQUENCE, Writer, write_whole
 
@@ -203,6 +207,21 @@ def test_wrong_options(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=said):
             main([str(run), *words])
     assert {path.name for path in tmp_path.iterdir()} == {"file", "run"}
+
+
+def test_gates_are_named_from_the_arguments() -> None:
+    """By their preset, however the flags were written; the texts are those of parsed flags."""
+    for name, gate in PRESETS.items():
+        axes = {f"gate_{axis}": value for axis, value in dataclasses.asdict(gate).items()}
+        axes = {axis.replace("gate_sdpa", "sdpa"): str(value) for axis, value in axes.items()}
+        axes["sdpa_output_norm"] = "True" if gate.sdpa_output_norm else "None"
+        for arguments in ({"gate_preset": name}, axes, {"gate_preset": name, "gate_position": "None"}):
+            run = Run("run", Path(), arguments={key: [value] for key, value in arguments.items()})
+            assert gate_of(run) == name
+    own = {"attention_output_gate": ["True"], "gate_preset": ["None"]}
+    assert gate_of(Run("run", Path(), arguments=own)) == "sdpa-elementwise"
+    assert gate_of(Run("run", Path(), arguments={"gate_preset": ["of-another-version"]})) == "of-another-version"
+    assert gate_of(Run("run", Path())) == "-"
 
 
 def test_the_command_without_matplotlib(folders: tuple[Path, Path], tmp_path: Path) -> None:
