@@ -9,7 +9,7 @@ import numpy as np
 from megagate.report import figures
 from megagate.report.layers import histograms, last_by_head, last_by_layer, shares
 from megagate.report.runs import Run, Series
-from megagate.report.tables import Table, number
+from megagate.report.tables import Table, final, number
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -74,13 +74,21 @@ class Builder:
             self.add(section, name, title, caption, figure, {run for panel in full for run in panel.curves})
 
     def by_layer(
-        self, section: Section, name: str, title: str, caption: str, tags: Mapping[str, str], log: Sequence[str] = ()
+        self,
+        section: Section,
+        name: str,
+        title: str,
+        caption: str,
+        tags: Mapping[str, str],
+        log: Sequence[str] = (),
+        floors: Mapping[str, str] | None = None,
     ) -> None:
         """Add a figure of the last values by layer, and a table of them.
 
         Args:
             tags: title of a panel -> tag.
             log: titles of panels with a logarithmic axis.
+            floors: title of a panel -> tag of the scalar that its values are held against.
         """
         panels = {}
         for heading, tag in tags.items():
@@ -89,8 +97,12 @@ class Builder:
                 panels[heading] = values
         if self._any(section, title, panels):
             logged = {run for values in panels.values() for run in values}
-            numbers = _table_by_layer(title, panels)
-            self.add(section, name, title, caption + LAST, figures.by_layer(panels, log, self.names), logged, numbers)
+            lines = {
+                heading: {run.name: value for run in self.runs if (value := final(run.scalars.get(tag))) is not None}
+                for heading, tag in (floors or {}).items()
+            }
+            figure = figures.by_layer(panels, log, lines, self.names)
+            self.add(section, name, title, caption + LAST, figure, logged, _table_by_layer(title, panels))
 
     def histograms(
         self, section: Section, name: str, title: str, caption: str, x_label: str, tag: str, is_relative: bool = False

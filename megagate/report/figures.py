@@ -138,6 +138,7 @@ def _legend(figure: "Figure", names: Sequence[str], drawn: Container[str]) -> No
 def by_layer(
     panels: Mapping[str, Mapping[str, tuple[Sequence[int], np.ndarray]]],
     log: Container[str] = (),
+    floors: Mapping[str, Mapping[str, float]] | None = None,
     names: Sequence[str] | None = None,
 ) -> "Figure":
     """Return values by layer: first-token share, largest activation, ...
@@ -145,12 +146,16 @@ def by_layer(
     Args:
         panels: title -> name -> numbers of the layers, values [layers].
         log: titles of the panels with a logarithmic axis.
+        floors: title -> name -> what its values are held against, drawn dotted.
     """
     names = names or list(dict.fromkeys(name for panel in panels.values() for name in panel))
     figure, axes = _grid(len(panels))
     for (title, values), ax in zip(panels.items(), axes, strict=True):
         for name, (layers, numbers) in values.items():
             ax.plot(layers, numbers, label=name, **line_style(names.index(name)))
+        for name, floor in (floors or {}).get(title, {}).items():
+            colour = line_style(names.index(name))["color"]
+            ax.axhline(floor, color=colour, linestyle=":", linewidth=1.1, label=f"{name}: floor")
         if title in log:
             ax.set_yscale("log")
         ax.xaxis.set_major_locator(MaxNLocator(integer=True))

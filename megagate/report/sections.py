@@ -95,8 +95,8 @@ def _gate(b: Builder) -> Section:
 def _attention(b: Builder) -> Section:
     section = Section("attention", "Attention sink")
     panels = [b.panel(title, tag) for title, tag in ATTENTION.items()]
-    floors = b.panel("uniform", FLOOR).curves
-    panels[0].floors = {name: curve for name, curve in floors.items() if name in panels[0].curves}
+    uniform = b.panel("uniform", FLOOR).curves
+    panels[0].floors = {name: curve for name, curve in uniform.items() if name in panels[0].curves}
     caption = (
         "Share of the first token: the attention probability that queries give to the first key, mean over sampled "
         "queries, heads and blocks; without the first queries, which have few keys to choose from, and with them. "
@@ -105,7 +105,9 @@ def _attention(b: Builder) -> Section:
     )
     b.curves(section, "attention", "Attention on the first token", caption, panels)
     tags = {title: ATTENTION[title] for title in ("share of the first token", "attention entropy (nats)")}
-    b.by_layer(section, "attention-by-layer", "Attention by layer", "Means over queries and heads.", tags)
+    caption = "Means over queries and heads. Dotted: as above."
+    floors = {"share of the first token": FLOOR}
+    b.by_layer(section, "attention-by-layer", "Attention by layer", caption, tags, floors=floors)
     return section
 
 

@@ -85,10 +85,14 @@ def test_a_long_curve_keeps_its_peaks() -> None:
 
 def test_values_by_layer() -> None:
     values = {"a": ([1, 2, 4], RANDOM.random(3)), "b": ([1, 2, 3, 4], RANDOM.random(4))}
-    figure = figures.by_layer({"share": values, "largest": {"b": values["b"]}}, log=["largest"])
-    for name, line in zip(values, figure.axes[0].lines, strict=True):
+    panels = {"share": values, "largest": {"b": values["b"]}}
+    figure = figures.by_layer(panels, log=["largest"], floors={"share": {"b": 0.25}})
+    *lines, floor = figure.axes[0].lines
+    for name, line in zip(values, lines, strict=True):
         np.testing.assert_array_equal(line.get_xdata(), values[name][0])
         np.testing.assert_array_equal(line.get_ydata(), values[name][1])
+    assert list(floor.get_ydata()) == [0.25, 0.25]
+    assert floor.get_color() == lines[1].get_color()
     assert [ax.get_yscale() for ax in figure.axes] == ["linear", "log"]
     assert figure.axes[1].lines[0].get_color() == style.line_style(1)["color"]
 
