@@ -37,7 +37,7 @@ class Section:
     title: str
     drawn: list[Drawn] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
-    """Sentences."""
+    """Titles of figures for which no run has logged anything."""
 
 
 class Builder:
@@ -145,7 +145,7 @@ class Builder:
 
     def _any(self, section: Section, title: str, found: Sequence | Mapping) -> bool:
         if not found:
-            section.missing.append(f"{title}: none of these runs has logged it.")
+            section.missing.append(title)
         return bool(found)
 
 

@@ -117,7 +117,9 @@ def _differences(runs: Sequence[Run], differ: Table, lacking: Table) -> str:
 
 def _section(section: Section) -> str:
     drawn = "\n".join(_figure(each) for each in section.drawn)
-    missing = "".join(f'<p class="quiet">{escape(sentence)}</p>' for sentence in section.missing)
+    missing = ""
+    if section.missing:
+        missing = f'<p class="quiet">None of these runs has logged: {escape("; ".join(section.missing))}.</p>'
     return f'<section id="{section.name}"><h2>{escape(section.title)}</h2>\n{drawn}{missing}</section>'
 
 

@@ -39,7 +39,7 @@ EXPERTS = {
 
 
 def build(runs: Sequence[Run], spike_deviations: float) -> list[Section]:
-    """Return the page's sections, each with figures or with sentences that say what is missing."""
+    """Return the page's sections, each with figures and what is missing for others."""
     builder = Builder(runs, spike_deviations)
     return [part(builder) for part in (_loss, _stability, _gate, _attention, _activations, _experts, _throughput)]
 
@@ -67,10 +67,12 @@ def _stability(b: Builder) -> Section:
             loss = run.scalars[LOSS]
             steps = loss.steps[spikes.find_spikes(loss.values, b.spike_deviations)]
             norm.marks[run.name] = np.flatnonzero(np.isin(run.scalars["grad-norm"].steps, steps))
-    others = {"learning rate": "learning-rate", "loss scale": "loss-scale", "parameter norm": "params-norm"}
-    others |= {"zeros in the gradient": "num-zeros"}
-    caption = "Norm of all gradients, before clipping. Triangles: where the loss has a spike, as defined above."
+    others = {"learning rate": "learning-rate", "parameter norm": "params-norm", "zeros in the gradient": "num-zeros"}
     panels = [norm, *(b.panel(title, tag) for title, tag in others.items())]
+    scale = b.panel("loss scale", "loss-scale", is_log=True)
+    if any(np.ptp(y) for _, y in scale.curves.values()):  # it is 1 throughout unless the run is in fp16
+        panels.append(scale)
+    caption = "Norm of all gradients, before clipping. Triangles: where the loss has a spike, as defined above."
     b.curves(section, "gradients", "Gradient norm and learning rate", caption, panels)
     return section
 
@@ -164,7 +166,7 @@ def _throughput(b: Builder) -> Section:
         numbers = Table("Seconds per step", ["run", *TIME_PARTS], rows)
         b.add(section, "time", title, "Medians over the logged steps.", figure, split, numbers)
     else:
-        section.missing.append(f"{title}: none of these runs has logged it.")
+        section.missing.append(title)
     return section
 
 

@@ -97,7 +97,7 @@ def test_every_figure_is_drawn(whole: tuple[Path, Page]) -> None:
     output, page = whole
     assert {path.name for path in output.iterdir()} == {PAGE, *(f"{name}.png" for name in FIGURES)}
     assert page.elements.count("svg") == page.elements.count("figcaption") == len(FIGURES)
-    assert "none of these runs has logged it" not in "".join(page.text.values())
+    assert "None of these runs has logged" not in "".join(page.text.values())
     for path in output.glob("*.png"):
         assert path.read_bytes().startswith(b"\x89PNG")
 
@@ -171,7 +171,7 @@ def test_missing_tags_are_said_and_old_figures_go(tmp_path: Path) -> None:
     page = report(output, f"<b>={bare(tmp_path / 'bare', np.insert(np.ones(29), 20, np.nan))}")
     assert {path.name for path in output.iterdir()} == {PAGE, "loss.png", "mine.png"}
     for section in ("gate", "attention", "activations", "experts", "throughput"):
-        assert "none of these runs has logged it" in page.text[section]
+        assert "None of these runs has logged:" in page.text[section]
     assert "Training loss" in page.text["loss"]
     assert page.row("loss spikes") == ["0; 1 values are not finite"]
     assert page.row("tokens") == ["-"]
