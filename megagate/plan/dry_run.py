@@ -67,7 +67,8 @@ def arguments_for(argv: Sequence[str], world_size: int, rank: int = 0) -> tuple[
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size)}
     parser, gate_flags = build_parser()
     given = parser.parse_args(merge_recipe(argv, parser, gate_flags))
-    stand_ins, notes = ["--fake-process-group"], []
+    stand_ins: list[str] = []
+    notes: list[str] = []
     if not given.mock_data and not dataset_prefixes(given):
         stand_ins.append("--mock-data")
         notes.append("no data are given: the run needs --data-path")
@@ -78,6 +79,11 @@ def arguments_for(argv: Sequence[str], world_size: int, rank: int = 0) -> tuple[
     for name in NO_WRITERS:
         setattr(args, name, None)
     return finish(args), notes
+
+
+def forget() -> None:
+    """Take down what Megatron keeps of the arguments, so that others can follow."""
+    take_down(False)
 
 
 @contextlib.contextmanager
@@ -107,6 +113,8 @@ def build(args: argparse.Namespace) -> Iterator[Rank]:
     gate_optimizer.apply()
     args.use_cpu_initialization = args.perform_initialization = False  # else some tensors lie on the CPU and get values
     args.load = args.pretrained_checkpoint = None
+    # As --fake-process-group would, which refuses token dispatchers that a model can be built with.
+    args.fake_process_group, args.use_gloo_process_groups = True, False
     meta = torch.device("meta")
     try:
         initialize_megatron(allow_no_cuda=True)

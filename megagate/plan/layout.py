@@ -82,15 +82,21 @@ class Layout:
             for index in range(pipeline_rank, len(stages), self.pipeline)
         ]
 
-    def in_flight(self, pipeline_rank: int) -> int:
-        """Return the most micro batches, counted once for each chunk, whose activations a pipeline rank keeps.
+    def in_flight_by_chunk(self, pipeline_rank: int) -> list[int]:
+        """Return the most micro batches whose activations a pipeline rank keeps at once, for each of its chunks.
 
-        The schedules are Megatron's: 1F1B, and interleaved 1F1B with virtual stages (arXiv 2104.04473).
+        The schedules are Megatron's: 1F1B, and interleaved 1F1B with virtual stages (arXiv 2104.04473), in which a rank
+        runs its chunks by turns, as many micro batches at a time as there are pipeline ranks.
         """
         after = self.pipeline - pipeline_rank - 1
         if self.virtual == 1:
-            return min(after + 1, self.micro_batches)
-        return min(2 * after + (self.virtual - 1) * self.pipeline + 1, self.micro_batches * self.virtual)
+            return [min(after + 1, self.micro_batches)]
+        started = 2 * after + (self.virtual - 1) * self.pipeline + 1
+        started = min(started, self.micro_batches * self.virtual)
+        counts = [0] * self.virtual
+        for number in range(started):
+            counts[number // self.pipeline % self.virtual] += 1
+        return counts
 
 
 def layout_of(args: argparse.Namespace) -> Layout:

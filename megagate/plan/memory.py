@@ -1,9 +1,12 @@
-"""Bytes of GPU memory that a rank needs: weights, gradients and optimizer state, which stay all run long.
+"""Bytes of GPU memory that a rank needs: what stays all run long, and what micro batches keep while they are in flight.
 
-What lies where in Megatron's buffers is computed by Megatron's own function, from a list of parameters without memory.
+What of weights, gradients and optimizer state lies where in Megatron's buffers is computed by Megatron's own function,
+from a list of parameters without memory.
 """
 
 import argparse
+import copy
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -11,6 +14,8 @@ import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+from megagate.model.pattern import EXPERTS
+from megagate.plan.activations import chunk_activations, layer_activations
 from megagate.plan.layout import Layout
 from megagate.plan.parameters import Tensor, chunk_tensors
 
@@ -148,3 +153,63 @@ def _distributed_buffers(
             shard += max(0, min(end, first + (place + 1) * part) - max(start, first + place * part))
         buffers.append((key.is_expert_parallel, buffer.bucket_indices[-1][1], shard))
     return buffers
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes on one rank at the fullest moment of a step."""
+
+    static: StaticMemory
+    micro_batch: dict[str, int]
+    """What one micro batch keeps for its backward pass in all of the rank's chunks, by part."""
+    activations: int
+    """What all micro batches in flight keep."""
+    temporary: int
+    """The largest operator's inputs and results: an estimate."""
+    reserve: int
+    """CUDA's context, NCCL's buffers, fragmentation: an assumption."""
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.static.total + self.activations + self.temporary + self.reserve
+
+
+CONTEXT_BYTES = 3 * 2**30
+FRAGMENTATION = 0.05
+
+
+def rank_memory(args: argparse.Namespace, layout: Layout, pipeline_rank: int) -> RankMemory:
+    """Return what the ranks of a pipeline stage need; of those alike, the first.
+
+    Args:
+        args: validated arguments.
+        layout: of the run.
+        pipeline_rank: which stage's.
+    """
+    chunks = layout.chunks(args.hybrid_layer_pattern, pipeline_rank)
+    kept = [chunk_activations(args, layout, *chunk) for chunk in chunks]
+    in_flight = layout.in_flight_by_chunk(pipeline_rank)
+    activations = sum(sum(parts.values()) * count for parts, count in zip(kept, in_flight, strict=True))
+    static = static_memory(args, layout, pipeline_rank * (layout.world // layout.pipeline))
+    temporary = _temporary(args, layout, chunks)
+    reserve = CONTEXT_BYTES + int(FRAGMENTATION * (activations + temporary))
+    return RankMemory(static, dict(sum(kept, Counter())), activations, temporary, reserve)
+
+
+def _temporary(args: argparse.Namespace, layout: Layout, chunks: Sequence[tuple[str, bool, bool]]) -> int:
+    """Return the bytes of the largest of: logits and their gradient; an expert layer's rows; a layer computed again."""
+    width = args.params_dtype.itemsize
+    candidates = [0]
+    if any(last for _, _, last in chunks):
+        candidates.append(layout.tokens * args.padded_vocab_size // layout.tensor * (width + FP32))
+    layers = "".join(layers for layers, _, _ in chunks)
+    if EXPERTS in layers:
+        rows = layout.sharded_tokens * args.moe_router_topk * layout.expert_tensor
+        candidates.append(rows * (3 * args.hidden_size + 2 * args.moe_ffn_hidden_size) * width)
+    if args.recompute_granularity == "full":
+        plain = copy.copy(args)
+        plain.recompute_granularity = None
+        again = [sum(layer_activations(plain, layout, symbol).values()) for symbol in set(layers)]
+        candidates.append(max(again) * (args.recompute_num_layers or 1))
+    return max(candidates)

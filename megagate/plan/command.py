@@ -1,0 +1,160 @@
+"""What a run needs, before it runs: memory by kind, bytes by link, step time, days and cost.
+
+    python tools/plan.py examples/moe_1t/recipe.yaml --gpus 2048 --gpu h100
+    python tools/plan.py examples/moe_15a2b/recipe.yaml --gpus 64 --gpu h200 --search
+
+Any flag of `megagate.pretrain` overrides the recipe's. Counts are exact; times are a model, whose assumptions are
+printed, and whose error against published measurements --published shows. docs/planning.md explains both.
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from megagate.errors import UserError, run_command
+from megagate.plan.gpus import KNOWN, Gpu, gpu
+
+
+def main() -> int:
+    """Plan as the command line says."""
+    options, rest = _parser().parse_known_args()
+    if options.published:
+        return _show_errors()
+    if options.recipe is None or options.gpus is None:
+        raise UserError("give a recipe and --gpus, for example examples/moe_15a2b/recipe.yaml --gpus 64")
+    machine = gpu(options.gpu)
+    changed = {"network": options.network, "node": options.node}
+    scale = {"network": 1e9, "node": 1}
+    machine = dataclasses.replace(
+        machine, **{name: value * scale[name] for name, value in changed.items() if value is not None}
+    )
+    args = _arguments(options, rest)
+    if options.search:
+        return _search(args, machine, options)
+    from megagate.plan.summary import lines, plan
+
+    planned = plan(args, machine, options)
+    _show(planned, list(lines(planned, options)), options.json)
+    return 0 if planned["memory"]["fits"] else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="plan.py", description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("recipe", nargs="?", help="YAML file of flags, as for megagate.pretrain")
+    parser.add_argument("--gpus", type=int, metavar="N", help="how many GPUs")
+    parser.add_argument("--gpu", default="h100", help=f"which: {', '.join(KNOWN)} (default: h100)")
+    parser.add_argument("--precision", choices=("bf16", "fp8"), default="bf16", help="of matrix products, for the time")
+    parser.add_argument("--network", type=float, metavar="GB/S", help="bytes per second of each GPU to other nodes")
+    parser.add_argument("--node", type=int, metavar="N", help="GPUs that NVLink connects")
+    parser.add_argument("--tokens", type=float, metavar="T", help="of the run; default: the recipe's iterations")
+    parser.add_argument(
+        "--storage", type=float, default=20.0, metavar="GB/S", help="speed of checkpoints (default: 20)"
+    )
+    parser.add_argument("--power-overhead", type=float, default=1.6, metavar="F", help="all power over the GPUs' own")
+    parser.add_argument("--price-per-gpu-hour", type=float, metavar="P")
+    parser.add_argument("--price-per-kwh", type=float, metavar="P")
+    parser.add_argument("--search", action="store_true", help="look for the fastest layouts instead of the recipe's")
+    parser.add_argument("--top", type=int, default=5, metavar="N", help="layouts that --search shows (default: 5)")
+    parser.add_argument("--json", metavar="FILE", help="write the plan to FILE too; - for standard output alone")
+    parser.add_argument("--published", action="store_true", help="hold the step-time model against published figures")
+    return parser
+
+
+def _arguments(options: argparse.Namespace, rest: list[str]) -> argparse.Namespace:
+    """Return the validated arguments of the run."""
+    if options.gpus < 1:
+        raise UserError(f"--gpus must be at least 1, not {options.gpus}")
+    with _quietly():
+        from megagate.plan.dry_run import arguments_for, forget
+
+        args, _ = arguments_for(["--recipe", options.recipe, *rest], options.gpus)
+        forget()
+    return args
+
+
+def _quietly() -> Any:
+    """Keep back what Megatron prints and warns of."""
+    import contextlib
+    import os
+
+    from megagate.data.tokenizer import quiet
+    from megagate.evaluate.load import hidden_output
+
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a plan is about other machines than this one
+    stack = contextlib.ExitStack()
+    stack.enter_context(quiet())
+    stack.enter_context(hidden_output())
+    return stack
+
+
+def _show(numbers: dict[str, Any], text: list[str], target: str | None) -> None:
+    """Print the text, and write the numbers as JSON."""
+    if target == "-":
+        print(json.dumps(numbers, indent=1))
+        return
+    print("\n".join(text))
+    if target is not None:
+        try:
+            Path(target).write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"cannot write {target}: {error.strerror}") from error
+
+
+def _search(args: argparse.Namespace, machine: Gpu, options: argparse.Namespace) -> int:
+    from megagate.plan.gpus import GIB
+    from megagate.plan.search import search
+
+    def progress(done: int, total: int) -> None:
+        if sys.stderr.isatty():
+            print(f"\r{done} of {total} layouts", end="", file=sys.stderr, flush=True)
+
+    found, rejected = search(args, machine, options.precision, progress)
+    text = [
+        f"{len(found)} layouts fit {options.gpus} {machine.name}, {sum(rejected.counts.values())} do not; the fastest:"
+    ]
+    numbers: dict[str, Any] = {"fitting": len(found), "best": [], "rejected": []}
+    for candidate in found[: options.top]:
+        step = candidate.estimate
+        text.append(
+            f"  {step.step:.2f} s, {step.model_tflops:.0f} TFLOP/s per GPU, {candidate.memory / GIB:.0f} GiB, "
+            f"recomputing {candidate.recompute}:"
+        )
+        text.append(f"    {candidate.flags}")
+        numbers["best"].append(
+            {
+                "flags": candidate.flags,
+                "seconds": step.step,
+                "model TFLOP/s per GPU": step.model_tflops,
+                "memory": candidate.memory,
+            }
+        )
+    text.append("rejected:")
+    for reason, count in sorted(rejected.counts.items(), key=lambda item: -item[1]):
+        text.append(f"  {count} for example since {rejected.examples[reason]}")
+        numbers["rejected"].append({"count": count, "reason": reason, "example": rejected.examples[reason]})
+    _show(numbers, text, options.json)
+    return 0 if found else 1
+
+
+def _show_errors() -> int:
+    with _quietly():
+        from megagate.plan.published import errors
+
+        rows = errors()
+    print(f"{'model':<20} {'GPUs':>5} {'measured':>9} {'planned':>8} {'error':>7}")
+    for measurement, planned, error in rows:
+        low, high = measurement.tflops
+        measured = f"{low:g}" if low == high else f"{low:g}-{high:g}"
+        name = measurement.name + ("*" if measurement.overlapped else "")
+        print(f"{name:<20} {measurement.gpus:>5} {measured:>9} {planned:>8.0f} {error:>+7.0%}  {measurement.note}")
+    print("TFLOP/s per H100; * the all-to-all runs beside the computation of another micro batch")
+    return 0
+
+
+if __name__ == "__main__":
+    run_command(main)
