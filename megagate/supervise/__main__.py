@@ -1,12 +1,13 @@
-"""Keep a run alive, or show how it is: `python -m megagate.supervise {run,status} ...`."""
+"""Keep a run alive, show how it is, or simulate one: `python -m megagate.supervise {run,status,simulate} ...`."""
 
 import argparse
+import shlex
 import sys
 from pathlib import Path
 
 from megagate.errors import UserError, run_command
 from megagate.pretrain.parser import Parser
-from megagate.supervise import slurm
+from megagate.supervise import simulate, slurm
 from megagate.supervise.decide import Policy
 from megagate.supervise.status import screen
 from megagate.supervise.supervisor import TRAINER, Settings, Supervisor
@@ -18,7 +19,7 @@ done. Exit status: 0 done, 2 a mistake in what was given, 3 given up, 75 saved a
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line up to `--`."""
     parser = Parser(prog="python -m megagate.supervise", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{run,status}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{run,status,simulate}")
     run = commands.add_parser("run", description=RUN, help="run COMMAND until training is done: run [flags] -- COMMAND")
     policy = Policy()
     run.add_argument(
@@ -54,9 +55,22 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="SECONDS",
         help="how long before the job's time limit the last save begins",
     )
+    run.add_argument(
+        "--preflight",
+        choices=("auto", "on", "off"),
+        default="auto",
+        help="check every node before each start; auto: under Slurm (default)",
+    )
+    run.add_argument(
+        "--preflight-flags", default="", help="as one word; python -m megagate.supervise.preflight --help lists them"
+    )
     run.add_argument("--no-requeue", action="store_true", help="never put a Slurm job back into the queue")
     status = commands.add_parser("status", help="show a run on one screen: status SAVE")
     status.add_argument("save", type=Path, help="the folder that --save names")
+    simulation = commands.add_parser(
+        "simulate", help="how often to save on 1,024 to 16,384 nodes", description=simulate.__doc__
+    )
+    simulate.add_arguments(simulation)
     return parser
 
 
@@ -70,6 +84,8 @@ def main() -> int:
     if args.command == "status":
         print(screen(args.save))
         return 0
+    if args.command == "simulate":
+        return simulate.run(args)
     if TRAINER not in command:
         raise UserError(f"the command after -- does not start the trainer: it must end with -m {TRAINER} FLAGS")
     flags = command[command.index(TRAINER) + 1 :]
@@ -79,7 +95,9 @@ def main() -> int:
         without_progress=args.without_progress,
         back_off=args.back_off,
     )
-    settings = Settings(policy, args.hang_after, args.start_limit, args.save_margin)
+    checks = args.preflight == "on" or (args.preflight == "auto" and slurm.job() is not None)
+    preflight = tuple(shlex.split(args.preflight_flags)) if checks else None
+    settings = Settings(policy, args.hang_after, args.start_limit, args.save_margin, preflight)
     return Supervisor(command, save_folder(flags), settings).run()
 
 

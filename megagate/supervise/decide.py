@@ -67,7 +67,7 @@ class Attempt:
     saved: int = 0
     """The step of the newest complete checkpoint afterwards."""
     host: str | None = None
-    """The node at fault, where it is known."""
+    """The node at fault, where it is known; several are joined by commas."""
     signal: str | None = None
     """The signal that told the supervisor to stop."""
 

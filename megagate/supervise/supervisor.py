@@ -7,6 +7,7 @@ attempt as a step of the job. On one machine it starts torchrun.
 import fcntl
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from types import FrameType
 from typing import Any
 
 from megagate.errors import UserError
-from megagate.supervise import records, slurm
+from megagate.supervise import preflight, records, slurm
 from megagate.supervise.decide import EXIT_AGAIN, Action, Attempt, Decision, Kind, Policy, decide
 from megagate.supervise.records import History
 from megagate.supervise.watch import Watch
@@ -33,6 +34,10 @@ class Settings:
     start_limit: float
     save_margin: float
     """Seconds before the job's time limit at which the trainer begins its last save."""
+    preflight: tuple[str, ...] | None = None
+    """Flags of the checks before each start, or None for no checks."""
+    preflight_limit: float = 900.0
+    """Seconds that the checks may take."""
 
 
 class Supervisor:
@@ -120,10 +125,40 @@ class Supervisor:
             if left is not None:
                 environment[END_TIME_VARIABLE] = f"{time.time() + left - self._margin():.0f}"
         self.history.add("attempt", **fields)
+        if self.settings.preflight is not None:
+            unfit = self._unfit(environment)
+            if unfit is not None:
+                return replace(unfit[0], saved=self._saved()), unfit[1]
         limits = self.settings.hang_after, self.settings.start_limit
         watch = Watch(self._trainer(), environment, self.folder, *limits, lock)
         attempt = watch.run(lambda: self._stop)
         return replace(attempt, saved=self._saved()), watch.details
+
+    def _unfit(self, environment: dict[str, str]) -> tuple[Attempt, dict[str, Any]] | None:
+        """Check the nodes; return the end of the attempt if there it ends."""
+        preflight.clear(self.folder)
+        started = time.time()
+        start = self.command[: self.command.index(TRAINER)]
+        flags = ["--folder", str(self.folder.resolve()), *(self.settings.preflight or ())]
+        child = subprocess.Popen([*start, preflight.__name__, *flags], env=environment, stdin=subprocess.DEVNULL)
+        late = False
+        while child.poll() is None:
+            late = time.time() - started > self.settings.preflight_limit
+            if late or self._stop is not None:
+                child.terminate()  # srun ends its tasks
+                if slurm.job() is not None:
+                    slurm.signal_ranks("KILL")
+                child.wait()
+            time.sleep(0.1)
+        if self._stop is not None:
+            return Attempt(Kind.STOPPED, signal=self._stop), {"message": "during the checks of the nodes"}
+        found = preflight.unfit(self.folder, slurm.nodes() if slurm.job() else [])
+        self.history.add("preflight", seconds=round(time.time() - started, 3), unfit=found)
+        if child.returncode == 0:
+            return None
+        said = "; ".join(f"{node}: {', '.join(problems)}" for node, problems in found.items())
+        message = said or f"the checks ended with status {child.returncode}{' after their time' if late else ''}"
+        return Attempt(Kind.PREFLIGHT, host=",".join(found) or None), {"message": message}
 
     def _margin(self) -> float:
         """Return the seconds before the time limit at which the last save begins: more where saves have been slow."""

@@ -24,6 +24,8 @@ OTHER_LINES = 400
 """Lines of an attempt, besides those of the training log, that go to the main log: thousands of ranks may all fail."""
 
 LOG_LINE = re.compile(r"^megagate|\biteration +\d+/|validation loss|checkpoint|exiting program|^error: ")
+LAUNCHER = re.compile(r"torch\.distributed\.run|torchrun")
+"""What would end the ranks when it is told to end."""
 ROOT_CAUSE = re.compile(r"Root Cause")
 REPORT = re.compile(r"^\s*(rank|exitcode|host)\s*: (\S+)")
 SAVED = re.compile(r"megagate: saved \S+(?: \d+)? in ([\d.]+) s")
@@ -161,8 +163,6 @@ class Watch:
     def kill(self) -> None:
         """End the ranks at once."""
         self._send("KILL")
-        if not self._in_slurm:
-            self._child.kill()
 
     def _send(self, name: str) -> None:
         if self._in_slurm:
@@ -171,9 +171,11 @@ class Watch:
         import psutil
 
         with contextlib.suppress(psutil.NoSuchProcess):
-            for process in psutil.Process(self._child.pid).children(recursive=True):
+            child = psutil.Process(self._child.pid)
+            for process in [child, *child.children(recursive=True)]:
                 with contextlib.suppress(psutil.NoSuchProcess):
-                    process.send_signal(signal.Signals[f"SIG{name}"])
+                    if name == "KILL" or not LAUNCHER.search(" ".join(process.cmdline())):
+                        process.send_signal(signal.Signals[f"SIG{name}"])
 
     def _attempt(self) -> Attempt:
         """Conclude how the attempt ended from the ranks' own words, torchrun's report, the log and the exit status."""

@@ -1,6 +1,5 @@
 """Small runs submitted by launch/submit.py, and what they must be equal to."""
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from megagate.supervise.records import FOLDER, read_progress
+from megagate.supervise.records import FOLDER, History, read_progress
 from tests.checkpoint.training import differences
 from tests.distributed import ROOT, run_distributed
 from tests.launch.cluster import Cluster, wait_for
@@ -48,11 +47,19 @@ class Run:
         self.flags = [*TINY, "--train-iters", str(steps)]
         (folder / "tiny.yaml").write_text(yaml.safe_dump(recipe(self.flags)))
 
-    def submit(self, *options: str, trainer: tuple[str, ...] = (), interval: int = 1000) -> str:
-        """Submit the shipped script and return the job's number."""
+    def submit(self, *options: str, trainer: tuple[str, ...] = (), interval: int = 1000, checks: bool = False) -> str:
+        """Submit the shipped script and return the job's number; `checks`: with a preflight before each attempt."""
         words = [sys.executable, "launch/submit.py", str(self.folder / "tiny.yaml"), "--nodes", "2"]
         words += ["--gpus-per-node", "0", "--name", self.name, "--python", sys.executable, *options]
-        words += ["--supervisor", "--back-off 0", "--", "--save", str(self.save), "--save-interval", str(interval)]
+        words += [
+            "--supervisor",
+            f"--back-off 0 --preflight {'on' if checks else 'off'}",
+            "--",
+            "--save",
+            str(self.save),
+            "--save-interval",
+            str(interval),
+        ]
         words += ["--tensorboard-dir", str(self.curve), *trainer]
         done = subprocess.run(
             words, cwd=ROOT, env=self.cluster.environment, capture_output=True, text=True, timeout=60, check=False
@@ -80,8 +87,7 @@ class Run:
 
     def ends(self) -> list[dict[str, Any]]:
         """Return the ends of the attempts from the history."""
-        lines = (self.save / FOLDER / "history.jsonl").read_text().splitlines()
-        return [event for event in map(json.loads, lines) if event["event"] == "end"]
+        return History(self.save / FOLDER).of("end")
 
     def check_equals_uninterrupted(self, interval: int = 1000) -> None:
         """Compare every loss, gradient norm and the last checkpoint with those of a run without breaks."""

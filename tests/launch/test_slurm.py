@@ -3,6 +3,7 @@
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from megagate.supervise.status import screen
@@ -48,3 +49,87 @@ def test_the_time_limit_itself(cluster: Cluster, tmp_path: Path) -> None:
     assert len(ends) > 1 and {end["kind"] for end in ends[:-1]} == {"stopped"}, run.log()
     assert sum(end["steps_lost"] for end in ends) == 0
     run.check_equals_uninterrupted()
+
+
+def kill_a_rank(node: str) -> None:
+    """SIGKILL the rank on a node."""
+    for process in psutil.process_iter(["cmdline", "environ"]):
+        words, environment = process.info["cmdline"] or [], process.info["environ"] or {}
+        if environment.get("SLURMD_NODENAME") == node and "RANK" in environment and "megagate.pretrain" in words:
+            process.kill()
+            return
+    raise AssertionError(f"no rank on {node}")
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_a_killed_rank(cluster: Cluster, tmp_path: Path) -> None:
+    run = Run(cluster, tmp_path / "run", steps=100, name="killed")
+    job = run.submit(interval=10)
+    run.wait_for_step(15)
+    kill_a_rank("n2")
+    wait_for(lambda: len(run.ends()) == 1, 100, run.log())
+    run.wait_for_state(job, "COMPLETED", seconds=300)
+    first, last = run.ends()
+    assert (first["kind"], first["rank"], first["host"], first["decision"]) == ("killed", 1, "n2", "restart"), run.log()
+    assert first["saved"] <= last["started_at"] and first["steps_lost"] <= 10
+    assert cluster.job(job)["Restarts"] == "0"
+    run.check_equals_uninterrupted(interval=10)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_a_node_that_goes_away(cluster: Cluster, tmp_path: Path) -> None:
+    run = Run(cluster, tmp_path / "run", steps=100, name="lost")
+    job = run.submit(interval=10)
+    run.wait_for_step(15)
+    cluster.kill_node("n2")
+    wait_for(lambda: cluster.job(job)["Restarts"] == "1", 120, f"requeue\n{run.log()}")
+    run.wait_for_state(job, "COMPLETED", seconds=300)
+    assert cluster.job(job)["NodeList"] == "n[1,3]"
+    ends = run.ends()
+    assert ends[-1]["kind"] == "finished" and len(ends) > 1
+    assert sum(end["steps_lost"] for end in ends) <= 20
+    run.check_equals_uninterrupted(interval=10)
+    cluster.start_node("n2")
+    wait_for(lambda: cluster.run("sinfo", "-h", "-n", "n2", "-o", "%T") == "idle", 60, "n2 is back")
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_scancel(cluster: Cluster, tmp_path: Path) -> None:
+    """It saves, ends, and does not come back; submitted again it goes on."""
+    run = Run(cluster, tmp_path / "run", steps=100, name="cancelled")
+    job = run.submit()
+    run.wait_for_step(4)
+    cluster.run("scancel", job)
+    run.wait_for_state(job, "CANCELLED")
+    wait_for(lambda: len(run.ends()) == 1, 60, run.log())
+    (end,) = run.ends()
+    assert (end["kind"], end["signal"], end["decision"]) == ("stopped", "SIGTERM", "stop"), run.log()
+    assert end["saved"] == end["step"] >= 4
+    again = run.submit()
+    run.wait_for_state(again, "COMPLETED", seconds=300)
+    assert run.ends()[-1]["started_at"] == end["saved"]
+    run.check_equals_uninterrupted()
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_an_unfit_node(cluster: Cluster, tmp_path: Path) -> None:
+    """A node with another version of a package is named, left out, and the job runs on the others."""
+    other = tmp_path / "other" / "megatron_core-9.9.9.dist-info"
+    other.mkdir(parents=True)
+    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: megatron-core\nVersion: 9.9.9\n")
+    python = tmp_path / "python"
+    condition = f'[ "$SLURMD_NODENAME" = n2 ] && export PYTHONPATH="{other.parent}:$PYTHONPATH"'
+    python.write_text(f'#!/bin/bash\n{condition}\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    run = Run(cluster, tmp_path / "run", steps=10, name="unfit")
+    job = run.submit("--python", str(python), "--nodes", "3", checks=True)
+    wait_for(lambda: cluster.job(job).get("ExcNodeList") == "n2", 200, f"n2 is left out\n{run.log()}")
+    (end,) = run.ends()
+    assert (end["kind"], end["host"], end["exclude"]) == ("preflight", "n2", ["n2"])
+    assert "megatron-core is 9.9.9, on 2 of 3 nodes" in end["message"]
+    cluster.run("scancel", job)  # there is no fourth node
+    run.wait_for_state(job, "CANCELLED")

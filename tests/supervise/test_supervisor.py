@@ -1,0 +1,198 @@
+"""The supervisor's loop, history and status, around processes that behave as ranks do."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megagate.errors import UserError
+from megagate.supervise.records import FOLDER, History, ProgressFile, read_progress
+from megagate.supervise.status import goodput, screen
+from tests.distributed import ROOT
+from tests.launch.cluster import wait_for
+
+
+class Supervised:
+    """A supervisor around tests/supervise/ranks.py."""
+
+    def __init__(self, folder: Path, script: list[dict[str, Any]]) -> None:
+        self.save = folder / "save"
+        (folder / "script.json").write_text(json.dumps(script))
+        self.script = folder / "script.json"
+
+    def start(self, *flags: str) -> subprocess.Popen:
+        words = [sys.executable, "-m", "megagate.supervise", "run", "--back-off", "0", *flags, "--", sys.executable]
+        words += [str(ROOT / "tests" / "supervise" / "ranks.py"), str(self.script), "-m", "megagate.pretrain"]
+        return subprocess.Popen(
+            [*words, "--save", str(self.save)],
+            cwd=ROOT,
+            env=dict(os.environ, PYTHONPATH=str(ROOT)),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def run(self, *flags: str) -> tuple[int, str]:
+        """Run to the end; return the exit status and the output."""
+        with self.start(*flags) as process:
+            output = process.communicate(timeout=60)[0]
+        return process.returncode, output
+
+    @property
+    def ends(self) -> list[dict[str, Any]]:
+        """The ends of the attempts."""
+        return History(self.save / FOLDER).of("end")
+
+
+def test_from_a_crash_to_the_end(tmp_path: Path) -> None:
+    script = [
+        {"steps": 7, "save": 5, "end": "failed"},
+        {"steps": 9, "save": 8, "end": "log:RuntimeError: CUDA error: uncorrectable ECC error encountered"},
+        {"steps": 9, "end": "spike"},
+        {"steps": 12, "save": 12, "end": "finished"},
+    ]
+    run = Supervised(tmp_path, script)
+    status, output = run.run()
+    assert status == 0, output
+    ends = run.ends
+    assert [end["kind"] for end in ends] == ["failed", "device", "spike", "finished"]
+    assert [end["decision"] for end in ends] == ["restart", "restart", "restart", "done"]
+    assert [(end["started_at"], end["step"], end["saved"]) for end in ends] == [
+        (0, 7, 5),
+        (5, 9, 8),
+        (8, 9, 8),
+        (8, 12, 12),
+    ]
+    assert [end["steps_lost"] for end in ends] == [2, 1, 1, 0]
+    assert (ends[0]["rank"], ends[0]["message"]) == (3, "ValueError: bad")
+    assert ends[1]["message"].endswith("ECC error encountered")
+    assert ends[0]["save_seconds"] == 2.5
+    (skip,) = History(run.save / FOLDER).of("skip")
+    assert (skip["first"], skip["last"], skip["attempt"]) == (3, 4, 3)
+    shown = screen(run.save)
+    assert "attempts   4: 1 failed, 1 device, 1 spike, 1 finished; 4 steps done again" in shown
+    assert "skipped    steps 3-4" in shown
+    assert len(shown.splitlines()) < 25
+
+
+def test_the_same_step_three_times(tmp_path: Path) -> None:
+    run = Supervised(tmp_path, [{"steps": 7, "save": 5, "end": "failed"}])
+    status, output = run.run()
+    assert status == 3, output
+    assert [end["decision"] for end in run.ends] == ["restart", "restart", "give up"]
+    assert "3 failures in a row at step 7" in output
+
+
+def test_a_mistake_of_the_user(tmp_path: Path) -> None:
+    run = Supervised(tmp_path, [{"end": "user_error"}])
+    status, output = run.run()
+    assert status == 2
+    assert [(end["kind"], end["message"]) for end in run.ends] == [("user error", "no such flag")]
+    assert "Traceback" not in output
+
+
+@pytest.mark.parametrize(("number", "name"), [(signal.SIGUSR1, "SIGUSR1"), (signal.SIGTERM, "SIGTERM")])
+def test_told_to_stop(number: signal.Signals, name: str, tmp_path: Path) -> None:
+    run = Supervised(tmp_path, [{"steps": 4, "end": "wait"}])
+    process = run.start()
+    wait_for(lambda: (read_progress(run.save / FOLDER) or ProgressFileLike).step == 4, 30, "step 4")
+    second, said = run.run()  # while the first is at work
+    assert (second, "another supervisor" in said) == (2, True)
+    process.send_signal(number)
+    output = process.communicate(timeout=30)[0]
+    assert process.returncode == 75, output
+    (end,) = run.ends
+    assert (end["kind"], end["signal"], end["saved"], end["steps_lost"]) == ("stopped", name, 4, 0)
+
+
+class ProgressFileLike:
+    """No progress yet."""
+
+    step = -1
+
+
+def test_a_hang_is_reported_with_its_stack(tmp_path: Path) -> None:
+    run = Supervised(tmp_path, [{"steps": 4, "save": 4, "end": "hang"}, {"steps": 8, "save": 8, "end": "finished"}])
+    status, output = run.run("--hang-after", "1")
+    assert status == 0, output
+    first = run.ends[0]
+    assert (first["kind"], first["rank"], first["host"], first["decision"]) == ("hang", 0, "node7", "restart")
+    assert "outside of communication: 0 (File " in first["message"] and "ranks.py" in first["message"]
+
+
+def test_a_supervisor_that_went_away(tmp_path: Path) -> None:
+    run = Supervised(tmp_path, [{"steps": 6, "save": 4, "end": "hang"}, {"steps": 8, "save": 8, "end": "finished"}])
+    process = run.start()
+    wait_for(lambda: (run.save / "latest_checkpointed_iteration.txt").exists(), 30, "a save")
+    import psutil
+
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.kill()
+    process.wait()
+    status, output = run.run()
+    assert status == 2 and "ranks that it left" in output
+    for child in children:
+        child.kill()
+    time.sleep(0.5)
+    status, output = run.run()
+    assert status == 0, output
+    lost, last = run.ends
+    assert (lost["kind"], lost["step"], lost["saved"], lost["steps_lost"]) == ("lost", 6, 4, 2)
+    assert (last["kind"], last["started_at"]) == ("finished", 4)
+
+
+def test_goodput() -> None:
+    """100 s of which 60 s in 60 steps, 40 of them kept; 100 s in the queue; 50 s of which 40 s useful so far."""
+    events = [
+        {"event": "attempt", "attempt": 1, "time": 0.0, "job": "7", "restart": 0},
+        {"event": "end", "attempt": 1, "seconds": 100.0, "seconds_lost": 60.0},
+        {"event": "attempt", "attempt": 2, "time": 200.0, "job": "7", "restart": 1},
+    ]
+
+    class Progress:
+        first_time, time = 210.0, 250.0
+
+    measured = goodput(events, Progress, now=250.0)
+    assert (measured.useful, measured.allocated, measured.calendar) == (80.0, 150.0, 250.0)
+    assert measured.of_allocated == pytest.approx(80 / 150)
+    assert measured.of_calendar == pytest.approx(80 / 250)
+
+
+def test_a_history_that_was_cut_short(tmp_path: Path) -> None:
+    history = History(tmp_path)
+    history.add("attempt", attempt=1)
+    with open(history.path, "a") as file:
+        file.write('{"event": "end", "att')
+    assert [event["event"] for event in history.events()] == ["attempt"]
+
+
+def test_progress_is_read_back(tmp_path: Path) -> None:
+    assert read_progress(tmp_path) is None
+    progress = ProgressFile(tmp_path, 1_000_000)
+    progress.step(1_000_001)
+    found = read_progress(tmp_path)
+    assert (found.started_at, found.step) == (1_000_000, 1_000_001)
+    assert found.first_time <= found.time
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["run"], "does not start the trainer"),
+        (["run", "--", "torchrun", "-m", "megagate.pretrain"], "needs --save"),
+        (["status", "nowhere"], "nowhere has no history of a supervised run"),
+        (["run", "--backoff", "1"], "--backoff"),
+    ],
+)
+def test_refused(words: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from megagate.supervise import __main__ as command
+
+    monkeypatch.setattr(sys, "argv", ["megagate.supervise", *words])
+    with pytest.raises(UserError, match=message):
+        command.main()
