@@ -5,6 +5,7 @@
 imported libraries) instead of spending seconds to build it again.
 """
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -54,6 +55,7 @@ def map_in_order(function: Callable[[Any], Any], items: Iterable[Any], workers: 
 def _start_worker(function: Callable[[Any], Any]) -> None:
     global _function
     _function = function
+    gc.freeze()  # a collection would write to every inherited object, and so copy the parent's memory
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     threading.Thread(target=_end_with_parent, daemon=True).start()

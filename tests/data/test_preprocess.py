@@ -1,5 +1,6 @@
 """Datasets hold exactly the documents, do not depend on the number of workers, and appear whole or not at all."""
 
+import gc
 import gzip
 import hashlib
 import json
@@ -301,6 +302,11 @@ def test_workers_never_run_far_ahead_of_the_reader_of_their_results():
         assert next(results) == expected
         assert len(taken) <= expected + 2 * parallel.ITEMS_PER_WORKER
     results.close()
+
+
+def test_workers_do_not_copy_what_they_inherit():
+    """A collection of garbage writes to each object that it looks at."""
+    assert list(parallel.map_in_order(lambda _: gc.get_freeze_count() > 10000, range(4), 2)) == [True] * 4
 
 
 def command(*arguments):
