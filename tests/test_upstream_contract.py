@@ -29,6 +29,8 @@ from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 from megatron.core.dist_checkpointing import gpt_checkpoint_interop
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.serialization import load_common_state_dict
+from megatron.core.inference.contexts.static_context import StaticInferenceContext
+from megatron.core.inference.sampling.torch_sampling import TorchSampling
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.common.language_module.language_module import LanguageModule
@@ -402,6 +404,20 @@ def test_arguments_exist(table: str, names: Any) -> None:
     parser = megatron_arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
     destinations = {action.dest for action in parser._actions}
     assert set(names) <= destinations, table
+
+
+def test_evaluate_decoder_and_sampling() -> None:
+    """The decoder gives the attention a cache of all keys before the rotary embedding, and one mask for all layers."""
+    context = StaticInferenceContext(2, 8)
+    assert context.sequence_len_offset == 0 and not context.key_value_memory_dict
+    context.increment_sequence_len_offset(3)
+    assert context.sequence_len_offset == 3
+    adjust = source(Attention._adjust_key_value_for_inference)
+    assert "key = inference_key_memory[:sequence_end, batch_start:batch_end, ...]" in adjust
+    forward = source(Attention.forward)
+    assert forward.index("_adjust_key_value_for_inference(") < forward.index("apply_rotary_pos_emb(")
+    assert 'raise NotImplementedError("GDN does not support inference' in source(gated_delta_net.GatedDeltaNet.forward)
+    assert {"temperature", "top_k", "top_p"} <= parameters(TorchSampling.filter_logits)
 
 
 def test_telemetry() -> None:

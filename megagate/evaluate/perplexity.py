@@ -43,6 +43,7 @@ from megagate.evaluate.documents import (
     token_counts,
 )
 from megagate.evaluate.load import LoadedModel, find_checkpoint, load_model, one_process_arguments, tokenizer_of
+from megagate.evaluate.masks import document_mask
 from megagate.evaluate.report import DatasetResult, Result, table
 
 if TYPE_CHECKING:
@@ -64,20 +65,6 @@ class Unigram:
     def loss(self, tokens: np.ndarray) -> float:
         """Return the sum over `tokens` of -ln q(token), in nats."""
         return -float(self.log_probabilities[tokens].sum())
-
-
-def document_mask(inputs: torch.Tensor, end_of_document: int) -> torch.Tensor:
-    """Return the mask under which a document sees itself alone: bool [b, 1, s, s], true where attention is forbidden.
-
-    Args:
-        inputs: tokens [b, s]; an end-of-document token belongs to the document that it ends.
-        end_of_document: that token.
-    """
-    ends = inputs == end_of_document
-    document = ends.cumsum(dim=1) - ends.long()  # [b, s]
-    apart = document[:, :, None] != document[:, None, :]
-    future = torch.ones_like(apart).triu(diagonal=1)
-    return (apart | future)[:, None]
 
 
 def token_losses(model: torch.nn.Module, windows: np.ndarray, end_of_document: int | None = None) -> torch.Tensor:
@@ -247,9 +234,14 @@ def tokenizer_for_text(args: argparse.Namespace, moved_to: str | None) -> Any:
             raise
         print(f"the text's bytes are not known: {error}", file=sys.stderr, flush=True)
         return None
+    check_tokenizer(tokenizer, args, moved_to)
+    return tokenizer
+
+
+def check_tokenizer(tokenizer: Any, args: argparse.Namespace, moved_to: str | None) -> None:
+    """Raise UserError if a tokenizer is another one than the checkpoint's."""
     if max(tokenizer.vocab_size, args.vocab_size or 0) != args.tokenizer_vocab_size:
         raise UserError(
             f"the checkpoint was written with a tokenizer of {args.tokenizer_vocab_size} tokens, but "
             f"{moved_to or args.tokenizer_model} has {tokenizer.vocab_size}: give its own with --tokenizer-model"
         )
-    return tokenizer

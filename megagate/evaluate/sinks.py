@@ -17,8 +17,7 @@ import importlib.util
 import json
 import os
 import sys
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +25,7 @@ import numpy as np
 
 from megagate.data.tokenizer import quiet
 from megagate.errors import UserError
+from megagate.evaluate.directories import as_checkpoint, check_directory, is_hugging_face
 from megagate.evaluate.documents import open_dataset
 from megagate.evaluate.load import LoadedModel, find_checkpoint, load_model, one_process_arguments
 from megagate.evaluate.perplexity import evaluate, tokenizer_for_text
@@ -105,8 +105,7 @@ def _measure(options: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[st
         raise UserError("--figures needs matplotlib: pip install 'megagate[plot]'")
     directories = [Path(directory) for directory in options.load]
     for directory in directories:
-        if not is_hugging_face(directory):
-            find_checkpoint(directory, options.ckpt_step)
+        check_directory(directory, options.ckpt_step)
     for path in options.data_path:
         open_dataset(path)
     reports: list[dict[str, Any]] = []
@@ -128,26 +127,6 @@ def names_of(directories: Sequence[Path]) -> list[str]:
         if len(set(names)) == len(names):
             return names
     raise UserError("--load names the same directory twice: name each once")
-
-
-def is_hugging_face(directory: Path) -> bool:
-    """Return whether a directory holds a model as Hugging Face has it."""
-    return (directory / "config.json").is_file()
-
-
-@contextlib.contextmanager
-def as_checkpoint(directory: Path) -> Iterator[Path]:
-    """Give the directory itself, or, for a Hugging Face directory, a temporary checkpoint of the same model."""
-    if not is_hugging_face(directory):
-        yield directory
-        return
-    from megagate.checkpoint.convert import import_checkpoint
-
-    with tempfile.TemporaryDirectory(prefix="megagate-") as temporary:
-        print(f"converting {directory} in {temporary}", file=sys.stderr, flush=True)
-        checkpoint = Path(temporary) / "checkpoint"
-        import_checkpoint(directory, checkpoint)
-        yield checkpoint
 
 
 def _measure_one(

@@ -1,0 +1,76 @@
+"""The decoder's logits are those of the full forward pass, step by step, for every gate and every kind of layer."""
+
+import argparse
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from megagate.gate import PRESETS
+from tests.distributed import run_distributed
+from tests.model.training import SEQUENCE, VOCABULARY, Case, build
+
+SHAPE = (
+    "--num-query-groups 2 --ffn-hidden-size 48 --num-layers 2 --micro-batch-size 1 --disable-bias-linear "
+    "--untie-embeddings-and-output-weights"
+)
+EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32"
+CASES = {preset: f"{SHAPE} {EXPERTS} --gate-preset {preset}" for preset in PRESETS} | {
+    "sliding window": f"{SHAPE} --window-size 3,0 --window-attn-skip-freq 2 --gate-preset sdpa-headwise",
+    "window, documents apart": f"{SHAPE} --window-size 4,0 --reset-attention-mask --null-tokenizer-eod-id 3",
+    "documents apart": f"{SHAPE} --reset-attention-mask --null-tokenizer-eod-id 3 --gate-preset sdpa-elementwise",
+    "learned positions": f"{SHAPE} --position-embedding-type learned_absolute --gate-preset value-headwise",
+    "YaRN": f"{SHAPE} --position-embedding-type yarn --rotary-scaling-factor 4 --mscale 0.7 "
+    "--yarn-original-max-position-embeddings 8 --gate-preset sdpa-headwise",
+    "delta net": f"{SHAPE} {EXPERTS} --gate-preset sdpa-elementwise --hybrid-layer-pattern GE*- "
+    "--linear-num-key-heads 2 --linear-num-value-heads 4 --linear-key-head-dim 8 --linear-value-head-dim 8",
+    "bf16": f"{SHAPE} {EXPERTS} --gate-preset sdpa-elementwise --bf16",
+}
+LENGTHS = (7, 1, 4)
+END = 3
+STEPS = 6
+
+
+def rows() -> list[list[int]]:
+    """Return rows that go on for `STEPS` tokens after the prompts, with ends of documents in them."""
+    generator = torch.Generator().manual_seed(5)
+    drawn = [torch.randint(4, VOCABULARY - 1, (length + STEPS,), generator=generator).tolist() for length in LENGTHS]
+    drawn[0][2] = drawn[0][5] = drawn[2][3] = END
+    assert max(map(len, drawn)) <= SEQUENCE
+    return drawn
+
+
+def differences(name: str) -> list[float]:
+    """Return, by step, how far the decoder is from the full forward pass, of the largest logit; in a rank."""
+    from megatron.training import get_args
+
+    from megagate.evaluate.decoder import Decoder
+    from megagate.evaluate.load import LoadedModel
+    from megagate.evaluate.masks import document_mask
+
+    model = build(Case(flags=CASES[name]))[0][0].module.eval().requires_grad_(False)
+    args = argparse.Namespace(**vars(get_args()))
+    apart = END if args.reset_attention_mask else None
+
+    def expected(tokens: list[int]) -> Tensor:
+        inputs = torch.tensor([tokens])
+        mask = None if apart is None else document_mask(inputs, apart)
+        return model(inputs, torch.arange(len(tokens))[None], mask)[0, -1].float()
+
+    decoder = Decoder(LoadedModel(model, args, Path(), 0), [row[:-STEPS] for row in rows()], STEPS, apart)
+    assert decoder.has_cache == (name != "delta net")
+    found = []
+    for step in range(STEPS):
+        logits = decoder.next_logits()
+        full = torch.stack([expected(row[: length + step]) for row, length in zip(rows(), LENGTHS, strict=True)])
+        assert full.std(dim=0).max() > 0.01, "rows differ"
+        found.append(float((logits - full).abs().max() / full.abs().max()))
+        decoder.append(torch.tensor([row[length + step] for row, length in zip(rows(), LENGTHS, strict=True)]))
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_step_is_the_full_forward(name: str) -> None:
+    found = run_distributed(differences, 1, name)[0]
+    assert max(found) < (2e-2 if name == "bf16" else 1e-5), found

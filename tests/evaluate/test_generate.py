@@ -1,0 +1,183 @@
+"""tools/generate.py: greedy and sampled continuations are those that the model's own logits give."""
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megagate.errors import UserError
+from megagate.evaluate import generate
+from megagate.evaluate.sampling import Sampling
+from tests.distributed import ROOT, run_distributed
+from tests.evaluate import runs
+
+PROMPTS = ["5 7 2 9 1 4", "8", "1 1 2 3"]
+NEW = 12
+
+
+def options_of(words: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    generate.add_arguments(parser)
+    return parser.parse_args(words)
+
+
+def run_tool(words: list[str]) -> int:
+    """Run the tool on this rank."""
+    return generate.run(options_of(words))
+
+
+def completions(words: list[str], output: Path) -> list[dict]:
+    """Run the tool and return its JSON lines."""
+    words = [*words, "--max-new-tokens", str(NEW), "--output", str(output)]
+    assert run_distributed(run_tool, 1, words) == [0]
+    return [json.loads(line) for line in output.read_text().splitlines()]
+
+
+def greedy(folder: Path, end_of_document: int) -> list[list[int]]:
+    """Return the most probable tokens, each from the full forward pass over all before it; on this rank."""
+    from megagate.evaluate.load import load_model
+
+    found = []
+    with load_model(folder) as loaded:
+        for prompt in PROMPTS:
+            tokens = [int(word) for word in prompt.split()]
+            length = len(tokens)
+            while len(tokens) < length + NEW:
+                positions = torch.arange(len(tokens))[None]
+                logits = loaded.model(torch.tensor([tokens]), positions, None)[0, -1]
+                chosen = int(logits[: runs.VOCABULARY].argmax())
+                if chosen == end_of_document:
+                    break
+                tokens.append(chosen)
+            found.append(tokens[length:])
+    return found
+
+
+def test_greedy_tokens_are_the_most_probable_of_the_full_forward(checkpoints, tmp_path):
+    folder = checkpoints("headwise")
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(f'"{PROMPTS[0]}"\n\n{{"prompt": "{PROMPTS[1]}"}}\n"{PROMPTS[2]}"\n')
+    (expected,) = run_distributed(greedy, 1, folder, runs.VOCABULARY - 1)
+    together = completions(["--load", str(folder), "--prompt-file", str(prompts)], tmp_path / "together")
+    alone = completions(["--load", str(folder), "--prompt", *PROMPTS, "--micro-batch-size", "1"], tmp_path / "alone")
+    assert together == alone
+    assert [found["prompt"] for found in together] == PROMPTS
+    assert [found["tokens"] for found in together] == expected
+    assert [found["text"].split() for found in together] == [[str(token) for token in row] for row in expected]
+
+
+def test_what_is_drawn_depends_on_the_seed_and_on_no_other_prompt(checkpoints, tmp_path):
+    words = ["--load", str(checkpoints("headwise")), "--prompt", *PROMPTS, "--temperature", "1.5", "--top-p", "0.95"]
+    first = completions([*words, "--seed", "1"], tmp_path / "first")
+    assert completions([*words, "--seed", "1", "--micro-batch-size", "2"], tmp_path / "again") == first
+    assert completions([*words, "--seed", "2"], tmp_path / "other") != first
+
+
+def test_generation_ends_with_the_document_or_the_positions(checkpoints, tmp_path):
+    """Nothing but the end of the document is probable after a hook on the head says so."""
+    prompt = " ".join(["2"] * (runs.SEQ_LENGTH - 5))
+    (found,) = completions(["--load", str(checkpoints("headwise")), "--prompt", prompt], tmp_path / "positions")
+    assert (found["finish"], len(found["tokens"])) == ("positions", 5) or found["finish"] == "end of document"
+    ends = run_distributed(forced_end, 1, checkpoints("headwise"))[0]
+    assert ends == [([], "end of document"), ([6, 6, 6], "length")]
+
+
+def forced_end(folder: Path) -> list[tuple[list[int], str]]:
+    """Let the head prefer the end of the document for the first row, the token 6 for the second; on this rank."""
+    from megagate.evaluate.load import load_model
+
+    with load_model(folder) as loaded:
+
+        def head(_, inputs, output):
+            output[0][..., 0, runs.VOCABULARY - 1] += 1e3
+            output[0][..., 1, 6] += 1e3
+
+        loaded.model.output_layer.register_forward_hook(head)
+        return generate.generate_tokens(
+            loaded,
+            [[1, 2], [3]],
+            max_new_tokens=3,
+            end_of_document=runs.VOCABULARY - 1,
+            vocabulary=runs.VOCABULARY,
+        )
+
+
+def test_sampling_draws_by_the_probabilities_that_are_left():
+    logits = torch.tensor([[3.0, 2.0, 1.0, 0.0, -9.0]]).log_softmax(-1).repeat(4000, 1)
+    generators = [np.random.default_rng([7, row]) for row in range(len(logits))]
+    drawn = Sampling(temperature=0.5, top_k=3).choose(logits.clone(), generators)
+    shares = torch.bincount(drawn, minlength=5) / len(drawn)
+    expected = torch.tensor([6.0, 4.0, 2.0]).softmax(-1)
+    assert shares[:3] == pytest.approx(expected, abs=0.03)
+    assert shares[3:].sum() == 0
+    drawn = Sampling(temperature=1.0, top_p=0.7).choose(logits.clone(), generators)
+    shares = torch.bincount(drawn, minlength=5) / len(drawn)
+    assert shares[:2] == pytest.approx(torch.tensor([3.0, 2.0]).softmax(-1), abs=0.03), "0.64 is less than 0.7"
+    assert shares[2:].sum() == 0
+    assert Sampling().choose(logits, generators).tolist() == [0] * len(logits)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"temperature": -1}, "--temperature -1 is negative"),
+        ({"temperature": 1, "top_k": -1}, "--top-k -1 is negative"),
+        ({"temperature": 1, "top_p": 0}, "--top-p 0 is no share"),
+        ({"top_k": 3}, "no effect on greedy generation"),
+        ({"seed": -1}, "--seed -1 is negative"),
+    ],
+)
+def test_settings_out_of_range_are_refused(settings, sentence):
+    with pytest.raises(UserError, match=sentence):
+        Sampling(**settings)
+
+
+def refusal(words: list[str]) -> str:
+    with pytest.raises(UserError) as refused:
+        run_distributed(run_tool, 1, words)
+    return str(refused.value)
+
+
+def test_prompts_that_do_not_fit_are_refused(checkpoints, tmp_path):
+    load = ["--load", str(checkpoints("headwise"))]
+    long = " ".join(["1"] * runs.SEQ_LENGTH)
+    found = refusal([*load, "--prompt", "1", long])
+    assert found == "prompt 2 has 32 tokens, but the model has 32 positions: leave at least one free"
+    assert "the tokenizer does not take prompt 1" in refusal([*load, "--prompt", "words"])
+    prompts = tmp_path / "prompts"
+    prompts.write_text("{}\n")
+    assert "line 1 of" in refusal([*load, "--prompt-file", str(prompts)])
+    prompts.write_text("\n")
+    assert "holds no prompt" in refusal([*load, "--prompt-file", str(prompts)])
+    assert "--max-new-tokens must be positive" in refusal([*load, "--max-new-tokens", "0"])
+    assert "does not exist" in refusal(["--load", str(tmp_path / "missing")])
+
+
+class Bytes:
+    """A tokenizer whose tokens are bytes."""
+
+    def detokenize(self, tokens: list[int]) -> str:
+        return bytes(tokens).decode(errors="replace")
+
+
+def test_a_character_is_shown_once_it_is_whole():
+    text = generate.Text(Bytes(), "prefix: é".encode())
+    new = "né€".encode()
+    shown = [text.more(list(new[: end + 1]), end + 1 == len(new)) for end in range(len(new))]
+    assert shown == ["n", "", "é", "", "", "€"]
+    assert text.of(list(new)) == "né€"
+
+
+def test_standard_input_is_a_prompt_and_the_result_streams_to_standard_output(checkpoints):
+    tool = [sys.executable, str(ROOT / "tools" / "generate.py"), "--load", str(checkpoints("headwise"))]
+    finished = subprocess.run(
+        [*tool, "--max-new-tokens", "3"], input="5 7\n", capture_output=True, text=True, timeout=120, check=False
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout.startswith("5 7 ")
+    assert "tokens/s" in finished.stderr
