@@ -158,7 +158,8 @@ def table(cluster: Cluster, results: Sequence[tuple[Result, float]]) -> str:
         return "\n".join(lines)
     lines.append(
         f"recommended: save every {best.interval / 60:.1f} min (--save-interval "
-        f"{round(best.interval / cluster.step)}); Young: {young(cluster) / 60:.1f} min, Daly: {daly(cluster) / 60:.1f} min"
+        f"{round(best.interval / cluster.step)}); Young: {young(cluster) / 60:.1f} min, "
+        f"Daly: {daly(cluster) / 60:.1f} min"
     )
     return "\n".join(lines)
 
