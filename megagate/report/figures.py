@@ -86,8 +86,8 @@ def curves(panels: Sequence[Panel], x_label: str, names: Sequence[str] | None = 
             colour = line_style(names.index(name))["color"]
             ax.plot(*thinned(x, y), color=colour, linestyle=":", linewidth=1.1, label=f"{name}: floor")
         if panel.is_log:
-            ax.set_yscale("log")
-        ax.set_title(panel.title)
+            _logarithmic(ax)
+        ax.set_title(plain(panel.title))
         ax.set_xlabel(x_label)
         ax.xaxis.set_major_locator(MaxNLocator(6))
         ax.xaxis.set_major_formatter(lambda value, _: amount(value))
@@ -127,6 +127,13 @@ def _grid(count: int) -> tuple["Figure", Sequence[Any]]:
     return figure, axes.flat[:count]
 
 
+def _logarithmic(ax: Any) -> None:
+    """Give `ax` a logarithmic scale if anything in it can be drawn on one."""
+    values = np.concatenate([np.asarray(line.get_ydata(), dtype=float) for line in ax.lines])
+    if (values[np.isfinite(values)] > 0).any():
+        ax.set_yscale("log")
+
+
 def _legend(figure: "Figure", names: Sequence[str], drawn: Container[str]) -> None:
     """Put one legend above all axes."""
     styles = {name: line_style(index) | {"marker": ""} for index, name in enumerate(names)}
@@ -157,7 +164,7 @@ def by_layer(
             colour = line_style(names.index(name))["color"]
             ax.axhline(floor, color=colour, linestyle=":", linewidth=1.1, label=f"{name}: floor")
         if title in log:
-            ax.set_yscale("log")
+            _logarithmic(ax)
         ax.xaxis.set_major_locator(MaxNLocator(integer=True))
         ax.set_title(title)
         ax.set_xlabel("block")

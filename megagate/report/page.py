@@ -50,7 +50,7 @@ def page(runs: Sequence[Run], summary: Table, differences: Sequence[Table], sect
         f"<header><h1>{escape(title)}</h1></header>",
         f'<nav aria-label="Sections"><ul>{items}</ul></nav>',
         "<main>",
-        f'<section id="summary"><h2>Summary</h2>{_table(summary)}{_notes(runs)}</section>',
+        f'<section id="summary"><h2>Summary</h2>{_table(summary, "Summary")}{_notes(runs)}</section>',
         f'<section id="configuration"><h2>Configuration</h2>{_differences(runs, *differences)}</section>',
         *(_section(section) for section in sections),
         "</main>",
@@ -67,7 +67,8 @@ def page(runs: Sequence[Run], summary: Table, differences: Sequence[Table], sect
     )
 
 
-def _table(table: Table) -> str:
+def _table(table: Table, label: str) -> str:
+    """Return the table in a region that the keyboard can scroll; `label` is the region's."""
     head = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in table.header)
     rows = []
     for first, *rest in table.rows:
@@ -75,15 +76,14 @@ def _table(table: Table) -> str:
         rows.append(f'<tr><th scope="row">{escape(first)}</th>{cells}</tr>')
     caption = f"<caption>{escape(table.caption)}</caption>"
     body = "\n".join(rows)
-    # Focusable, so that the keyboard can scroll it.
     return (
-        f'<div class="scroll" role="region" tabindex="0" aria-label="Table"><table>{caption}'
+        f'<div class="scroll" role="region" tabindex="0" aria-label="{escape(label, quote=True)}"><table>{caption}'
         f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
     )
 
 
 def _details(title: str, table: Table) -> str:
-    return f"<details><summary>{escape(title)}</summary>{_table(table)}</details>"
+    return f"<details><summary>{escape(title)}</summary>{_table(table, title)}</details>"
 
 
 def _notes(runs: Sequence[Run]) -> str:
@@ -109,7 +109,7 @@ def _differences(runs: Sequence[Run], differ: Table, lacking: Table) -> str:
     if lacking.rows:
         said += _details(f"{len(lacking.rows)} arguments that some of the runs do not have", lacking)
     if differ.rows:
-        return _table(differ) + said
+        return _table(differ, "Arguments that differ") + said
     if len(runs) - len(unknown) > 1:
         return f"<p>The arguments that these runs share are the same.</p>{said}"
     return f"<p>There is nothing to compare.</p>{said}"

@@ -14,21 +14,17 @@ ARGUMENTS = {"seq_length": SEQUENCE, "global_batch_size": BATCH, "gate_preset": 
 class Writer:
     """One start of a run: a new event file in `directory`."""
 
-    def __init__(
-        self, directory: Path, arguments: Mapping[str, Any] = ARGUMENTS, iteration: int = 0, began: float = 1.7e9
-    ) -> None:
-        """Begin after `iteration`, at `began` seconds since 1970."""
-        self._writer = SummaryWriter(str(directory), filename_suffix=f".{began:.0f}")
-        self._time = began + 1
+    def __init__(self, directory: Path, arguments: Mapping[str, Any] = ARGUMENTS, iteration: int = 0) -> None:
+        """Begin after `iteration`."""
+        self._writer = SummaryWriter(str(directory))
         for name, value in arguments.items():
-            self._writer.add_text(name, str(value), global_step=iteration, walltime=self._time)
+            self._writer.add_text(name, str(value), global_step=iteration)
 
     def scalar(self, tag: str, value: float, step: int) -> None:
-        self._time += 1
-        self._writer.add_scalar(tag, value, step, walltime=self._time)
+        self._writer.add_scalar(tag, value, step)
 
     def histogram(self, tag: str, values: np.ndarray, step: int) -> None:
-        self._writer.add_histogram(tag, values, step, walltime=self._time)
+        self._writer.add_histogram(tag, values, step)
 
     def both(self, tag: str, value: float, step: int, samples: int) -> None:
         """Write as Megatron does what is seen over samples too."""

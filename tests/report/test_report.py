@@ -182,10 +182,10 @@ def test_missing_tags_are_said_and_old_figures_go(tmp_path: Path) -> None:
 
 def test_a_truncated_file_and_a_restart_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for iteration in (0, 20):
-        writer = Writer(tmp_path / "run", ARGUMENTS | {"lr": 1 + iteration}, iteration, began=1.7e9 + iteration)
+        writer = Writer(tmp_path / "run", ARGUMENTS | {"lr": 1 + iteration}, iteration)
         writer.steps("lm loss", np.ones(30), first=iteration + 1)
         writer.close()
-    newest = max((tmp_path / "run").iterdir(), key=lambda path: path.suffix)
+    newest = max((tmp_path / "run").iterdir(), key=lambda path: path.stat().st_mtime_ns)
     newest.write_bytes(newest.read_bytes()[:-5])
     page = report(tmp_path / "report", tmp_path / "run")
     assert "bytes could be read" in page.text["summary"]
@@ -193,6 +193,25 @@ def test_a_truncated_file_and_a_restart_are_said(tmp_path: Path, capsys: pytest.
     assert "10 points are left out" in page.text["summary"]
     assert page.row("--lr") == ["1, then 21"]
     assert page.row("restarts") == ["1"]
+
+
+@pytest.mark.filterwarnings("error")
+def test_odd_values_are_drawn(tmp_path: Path) -> None:
+    """One step, values that are zero, negative or not finite, on every kind of axis."""
+    for name, values in {"zero": [0.0, 0.0], "broken": [np.nan, np.inf], "negative": [-1.0], "none": []}.items():
+        writer = Writer(tmp_path / name)
+        writer.both("lm loss", 1.0, 1, BATCH)
+        for step, value in enumerate(values, start=1):
+            for tag in ("grad-norm", "activation/max", "activation/max/layer-07", "time/forward", "iteration-time"):
+                writer.scalar(tag, value, step)
+            writer.scalar("gate/head-mean/layer-02/head-00", value, step)
+        writer.histogram("experts/tokens/layer-01", np.zeros(4), 1)
+        writer.histogram("gate/scores/layer-01", np.array([-3.0, 7.0]), 1)
+        writer.close()
+    page = report(tmp_path / "report", *(tmp_path / name for name in ("zero", "broken", "negative", "none")))
+    assert page.row("largest activation") == ["0", "-", "-1.000", "-"]
+    assert page.row("7") == ["0", "inf", "-1.000"]
+    assert "Histogram of loads by layer" in page.text["experts"]
 
 
 def test_wrong_options(tmp_path: Path) -> None:

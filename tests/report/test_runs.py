@@ -25,7 +25,7 @@ def test_resumed_runs_do_not_overlap(tmp_path: Path) -> None:
     values = random.standard_normal((3, 20)).astype(np.float32)
     starts = [(0, 10), (6, 12), (4, 8)]
     for number, (iteration, last) in enumerate(starts):
-        writer = Writer(tmp_path, ARGUMENTS | {"lr": number}, iteration, began=1.7e9 + 1000 * number)
+        writer = Writer(tmp_path, ARGUMENTS | {"lr": number}, iteration)
         writer.steps("lm loss", values[number, iteration:last], first=iteration + 1)
         if number < 2:
             writer.scalar("lm loss validation", number, last)  # after the third's checkpoint, which never got so far
@@ -51,7 +51,7 @@ def test_a_start_that_logged_nothing_changes_nothing(tmp_path: Path) -> None:
     first = Writer(tmp_path)
     first.steps("lm loss", np.ones(10))
     first.close()
-    Writer(tmp_path, iteration=4, began=1.8e9).close()
+    Writer(tmp_path, iteration=4).close()
     run = read(tmp_path)
     assert run.restarts == 0
     assert len(run.scalars["lm loss"].steps) == 10
@@ -59,7 +59,7 @@ def test_a_start_that_logged_nothing_changes_nothing(tmp_path: Path) -> None:
 
 def test_without_arguments_the_first_scalar_says_where_a_file_begins(tmp_path: Path) -> None:
     for number, first in enumerate((1, 5)):
-        writer = Writer(tmp_path, {}, began=1.7e9 + 1000 * number)
+        writer = Writer(tmp_path, {})
         writer.steps("lm loss", np.full(8, number), first=first)
         writer.close()
     run = read(tmp_path)
@@ -74,7 +74,7 @@ def test_tokens_under_a_ramp_of_the_batch_and_a_longer_sequence(tmp_path: Path) 
     for step, samples in ((1, 2), (2, 6), (3, 14)):
         first.both("batch-size", samples, step, samples)
     first.close()
-    second = Writer(tmp_path, ARGUMENTS | {"seq_length": 1000}, iteration=2, began=1.8e9)
+    second = Writer(tmp_path, ARGUMENTS | {"seq_length": 1000}, iteration=2)
     for step, samples in ((3, 16), (4, 26)):
         second.both("batch-size", 10, step, samples)
         second.scalar("iteration-time", 2.0, step)
