@@ -22,10 +22,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from megagate.data.index_file import open_index
-from megagate.errors import UserError, nearest, reason
+from megagate.errors import UserError, nearest
+from megagate.yaml_file import read_yaml
 
 AMOUNTS = ("weight", "tokens", "epochs")
 UNITS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
@@ -72,12 +71,7 @@ def read_sources(file: Path) -> list[dict[str, Any]]:
     Raises:
         UserError: the file cannot be read or says something else.
     """
-    try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"cannot read {file}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{file} is not valid YAML: {reason(error)}") from error
+    content = read_yaml(file, "the blend file")
     sources = content.get("sources") if isinstance(content, dict) else None
     if not isinstance(sources, list) or not sources or not all(isinstance(source, dict) for source in sources):
         raise UserError(f"{file} must hold a list `sources`, each with a path and one of {', '.join(AMOUNTS)}")
@@ -217,5 +211,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             temporary.write_text("".join(f"{source.share!r} {source.path}\n" for source in drawn), encoding="utf-8")
             temporary.replace(options.output)
         except OSError as error:
-            raise UserError(f"cannot write {options.output}: {error.strerror}") from error
+            raise UserError(
+                f"cannot write {options.output}: {error.strerror}; choose an --output in a directory that takes it"
+            ) from error
     return 0

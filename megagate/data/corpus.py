@@ -230,7 +230,8 @@ def read_batches(paths: Iterable[str], keys: Sequence[str], log: ReadLog | None 
             raise
         except Exception as error:  # each decompressor has exceptions of its own; only reading happens in this block
             detail = error.strerror if isinstance(error, OSError) and error.strerror else error
-            raise UserError(f"cannot read {name}: {' '.join(str(detail).split())}") from error
+            said = " ".join(str(detail).split())
+            raise UserError(f"cannot read {name}: {said}; copy it again, or leave it out of --input") from error
 
 
 def _open_raw(path: str) -> contextlib.AbstractContextManager[BinaryIO]:

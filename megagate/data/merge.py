@@ -75,7 +75,8 @@ def merge(prefixes: Sequence[str], output_prefix: str) -> dict[str, Any]:
         if part.dtype != parts[0].dtype:
             raise UserError(
                 f"{part.prefix} has {part.dtype.name} tokens but {parts[0].prefix} has {parts[0].dtype.name}: "
-                "they come from vocabularies of different sizes and cannot be one dataset"
+                "they come from vocabularies of different sizes; preprocess one with the other's tokenizer, or, if "
+                "it is the same, train on a blend of both"
             )
         wrong = first_inconsistency(part)
         if wrong:
@@ -109,7 +110,10 @@ def _write(parts: Sequence[Index], output_prefix: str) -> None:
         os.replace(temporary + ".bin", output_prefix + ".bin")
         os.replace(temporary + ".idx", output_prefix + ".idx")
     except OSError as error:
-        raise UserError(f"cannot write {output_prefix}: {error.strerror or error}") from error
+        raise UserError(
+            f"cannot write {output_prefix}: {error.strerror or error}; make room there, or choose another "
+            "--output-prefix"
+        ) from error
     finally:
         for suffix in (".bin", ".idx"):
             with contextlib.suppress(FileNotFoundError):

@@ -182,7 +182,10 @@ def preprocess(
                     )
             digests = job.publish(prefixes)
     except OSError as error:
-        raise UserError(f"cannot write {output_prefix}_*_document: {error.strerror or error}") from error
+        raise UserError(
+            f"cannot write {output_prefix}_*_document: {error.strerror or error}; make room there, or choose another "
+            "--output-prefix"
+        ) from error
     return {
         "datasets": {
             prefix: {
@@ -283,4 +286,7 @@ def _write_json(path: str, content: dict[str, Any]) -> None:
             stream.write(json.dumps(content, indent=2) + "\n")
         os.replace(temporary, path)
     except OSError as error:
-        raise UserError(f"the datasets are complete, but cannot write {path}: {error.strerror}") from error
+        raise UserError(
+            f"the datasets are complete, but cannot write {path}: {error.strerror}; tools/inspect_dataset.py shows the "
+            "counts"
+        ) from error

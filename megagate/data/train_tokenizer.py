@@ -253,4 +253,4 @@ def _write_atomically(path: str, content: bytes) -> None:
             if os.path.exists(temporary):
                 os.remove(temporary)
     except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}") from error
+        raise UserError(f"cannot write {path}: {error.strerror}; choose another --output-prefix") from error

@@ -38,7 +38,9 @@ def check_indexed_dataset(prefix: str) -> None:
         data_bytes = os.path.getsize(data)
         needed_bytes = _needed_data_bytes(index)
     except OSError as error:
-        raise UserError(f"cannot read the dataset {prefix}: {error.strerror}") from error
+        raise UserError(
+            f"cannot read the dataset {prefix}: {error.strerror}; make both files readable, or copy them again"
+        ) from error
     if data_bytes != needed_bytes:
         raise UserError(
             f"{data} has {data_bytes} bytes but {index} describes {needed_bytes}; "

@@ -18,10 +18,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from megagate.errors import UserError, nearest
 from megagate.pretrain.parser import Parser
+from megagate.yaml_file import read_yaml
 
 ENVIRONMENT_KEY = "environment"
 NOT_IN_A_RECIPE = ("recipe", "omit", "verbose", "dry-run", "world-size", "rank")
@@ -36,12 +35,7 @@ def read_recipe(path: str | Path) -> tuple[dict[str, Any], dict[str, str]]:
     Raises:
         UserError: the file is missing, is not YAML, or is not a mapping.
     """
-    try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"cannot read the recipe {path}: {error.strerror}") from error
-    except yaml.YAMLError as error:
-        raise UserError(f"the recipe {path} is not valid YAML: {' '.join(str(error).split())}") from error
+    content = read_yaml(path, "the recipe")
     if not isinstance(content, dict):
         raise UserError(f"the recipe {path} must be a mapping of flag names to values")
     environment = content.pop(ENVIRONMENT_KEY, None) or {}

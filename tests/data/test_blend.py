@@ -115,7 +115,7 @@ def test_other_mistakes_are_refused(paths: list[str], tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"there\.txt exists; choose another --output or remove it"):
         main([str(file_of(tmp_path, one)), "--tokens", "10", "--output", str(tmp_path / "there.txt")])
     assert (tmp_path / "there.txt").read_text() == "mine"
-    with pytest.raises(UserError, match=r"cannot read .*absent\.yaml: No such file"):
+    with pytest.raises(UserError, match=r"cannot read the blend file .*absent\.yaml: No such file .*; name a file"):
         main([str(tmp_path / "absent.yaml")])
     with pytest.raises(UserError, match=r"cannot write .*absent/out\.txt: No such file"):
         main([str(file_of(tmp_path, one)), "--tokens", "10", "--output", str(tmp_path / "absent" / "out.txt")])
@@ -153,3 +153,10 @@ def test_the_example_in_the_documentation(tmp_path: Path, monkeypatch: pytest.Mo
     assert main(shown[0].split()) == 0
     assert capsys.readouterr().out.rstrip() == shown[1]
     assert Path("blend.txt").read_text().split()[::2] == ["0.5625", "0.1875", "0.25"]
+
+
+def test_a_repeated_key_is_refused(paths: list[str], tmp_path: Path) -> None:
+    file = tmp_path / "blend.yaml"
+    file.write_text(f"sources:\n  - path: {paths[0]}\n    weight: 1\n    weight: 2\n")
+    with pytest.raises(UserError, match=r"not valid YAML: the key weight is in line 3 and again in line 4; keep one"):
+        read_sources(file)
