@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from megagate.checkpoint.huggingface import CONFIG, read_json
-from megagate.data.tokenizer import SENTENCEPIECE_TYPES
+from megagate.data.tokenizer import BYTE_LEVEL, SENTENCEPIECE_TYPES
 from megagate.errors import UserError, reason
 
 SOURCE = "huggingface"
@@ -131,6 +131,8 @@ def _write_tokenizer(
         raise UserError(f"--tokenizer {tokenizer} has none of {', '.join(TOKENIZER_FILES)} and is no file")
     elif args.tokenizer_type == "NullTokenizer":
         return {}  # tokens are numbers
+    elif args.tokenizer_type == BYTE_LEVEL:
+        problem = "its tokens are bytes, and Hugging Face has no such format; build it with megagate.data.tokenizer"
     else:
         problem = f"the {args.tokenizer_type} {trained} is not there: give its place with --tokenizer"
     print(f"the export has no tokenizer that AutoTokenizer can load: {problem}", file=sys.stderr, flush=True)

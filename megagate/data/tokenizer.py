@@ -22,12 +22,14 @@ from megagate.errors import UserError, nearest
 
 SENTENCEPIECE_TYPES = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
 WORD_PIECE_TYPES = ("BertWordPieceLowerCase", "BertWordPieceCase")
+BYTE_LEVEL = "ByteLevelTokenizer"
 TOKENIZER_TYPES = (
     *SENTENCEPIECE_TYPES,
     "HuggingFaceTokenizer",
     "TikTokenizer",
     "GPT2BPETokenizer",
     *WORD_PIECE_TYPES,
+    BYTE_LEVEL,
     "NullTokenizer",
 )
 """Megatron's tokenizers of plain text; its multimodal and conversation tokenizers read other data."""
@@ -83,31 +85,44 @@ def build_tokenizer(tokenizer_type: str, tokenizer_model: str | None = None, **o
     """
     _check(tokenizer_type, tokenizer_model, options)
     with quiet():
-        from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer as build
         from megatron.training.config.training_config import TokenizerConfig
 
     config = TokenizerConfig(
         tokenizer_type=tokenizer_type, tokenizer_model=tokenizer_model, pad_vocab_size=False, **options
     )
     try:
-        return build(config)
+        return build_as_megatron(config)
+    except UserError:
+        raise
     except Exception as error:  # every tokenizer library has its own way to refuse a file
         detail = " ".join(str(error).split()) or type(error).__name__
         source = f" from {tokenizer_model or options.get('vocab_file') or 'the flags given'}"
         raise UserError(f"cannot build a {tokenizer_type}{source}: {detail}") from error
 
 
+def build_as_megatron(config: Any) -> Any:
+    """Build what `config`, Megatron's arguments or its `TokenizerConfig`, says: Megatron's tokenizer, or bytes."""
+    with quiet():
+        from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer as build
+
+        from megagate.data.byte_tokenizer import ByteTokenizer
+    return ByteTokenizer(config.special_tokens) if config.tokenizer_type == BYTE_LEVEL else build(config)
+
+
 def batch_encoder(tokenizer: Any) -> Callable[[list[str]], Sequence[Any]]:
     """Return a function from texts to the ids that `tokenizer.tokenize` gives for each, as lists or integer arrays.
 
     It is the batch encoder of SentencePiece, a fast Hugging Face tokenizer or tiktoken where Megatron's wrapper adds
-    nothing to it; otherwise (SentencePiece with added special tokens or marked spaces, a slow Hugging Face tokenizer or
-    one without its special tokens, any other class) the texts are tokenized one by one.
+    nothing to it, and a view of the bytes for the byte-level tokenizer; otherwise (SentencePiece with added special
+    tokens or marked spaces, a slow Hugging Face tokenizer or one without its special tokens, any other class) the texts
+    are tokenized one by one.
     """
     with quiet():
         from megatron.core.tokenizers.text.libraries import HuggingFaceTokenizer, SentencePieceTokenizer
         from megatron.core.tokenizers.text.libraries import TikTokenTokenizer as TikToken
         from megatron.core.tokenizers.text.text_tokenizer import MegatronTokenizerText
+
+        from megagate.data.byte_tokenizer import ByteLibrary, encode_batch
 
     def one_by_one(texts: list[str]) -> list[Any]:
         return [tokenizer.tokenize(text) for text in texts]
@@ -125,6 +140,8 @@ def batch_encoder(tokenizer: Any) -> Callable[[list[str]], Sequence[Any]]:
         if not (wrapper.include_special_tokens and library.is_fast):
             return one_by_one
         return lambda texts: library(texts, return_attention_mask=False, return_token_type_ids=False)["input_ids"]
+    if kind is ByteLibrary:
+        return encode_batch
     if kind is TikToken:
         return lambda texts: library.encode_batch(texts, num_threads=1, allowed_special="all")
     return one_by_one
@@ -150,6 +167,10 @@ def _check(tokenizer_type: str, tokenizer_model: str | None, options: dict[str, 
     if tokenizer_type not in TOKENIZER_TYPES:
         hint = nearest(tokenizer_type, TOKENIZER_TYPES)
         raise UserError(f"--tokenizer-type {tokenizer_type} is not one of {', '.join(TOKENIZER_TYPES)}{hint}")
+    if tokenizer_type == BYTE_LEVEL:
+        if tokenizer_model:
+            raise UserError(f"--tokenizer-type {BYTE_LEVEL} has no model, but --tokenizer-model is given: leave it out")
+        return
     package = _PACKAGE.get(tokenizer_type)
     if package and importlib.util.find_spec(package) is None:
         raise UserError(f"--tokenizer-type {tokenizer_type} needs a package: pip install {package}")

@@ -3,10 +3,11 @@
 import argparse
 import dataclasses
 import importlib.util
+import pickle
 
 import pytest
 
-from megagate.data.tokenizer import TOKENIZER_TYPES, add_tokenizer_arguments, build_tokenizer
+from megagate.data.tokenizer import BYTE_LEVEL, TOKENIZER_TYPES, add_tokenizer_arguments, build_tokenizer
 from megagate.errors import UserError
 
 
@@ -14,7 +15,7 @@ def test_types_are_megatrons():
     from megatron.core.tokenizers.utils.build_tokenizer import SUPPORTED_TOKENIZERS
 
     other_data = {"MultimodalTokenizer", "NullMultimodalTokenizer", "SFTTokenizer"}
-    assert set(TOKENIZER_TYPES) == set(SUPPORTED_TOKENIZERS) - other_data
+    assert set(TOKENIZER_TYPES) == {*SUPPORTED_TOKENIZERS, BYTE_LEVEL} - other_data
 
 
 def test_flags_have_megatrons_names_and_defaults():
@@ -42,6 +43,17 @@ def test_null_tokenizer():
     assert (tokenizer.vocab_size, tokenizer.eod) == (100, 99)
 
 
+def test_byte_tokenizer():
+    tokenizer = build_tokenizer(BYTE_LEVEL, special_tokens=["<a>", "<b>"])
+    text = " \u00e9<a>\0\n "
+    assert tokenizer.tokenize(text) == list(text.encode())
+    assert tokenizer.detokenize([258, *text.encode(), 0xC3, 256]) == text  # half a character is none
+    assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.pad) == (260, 256, 257)
+    assert tokenizer._tokenizer.tokens_to_ids(["<|endoftext|>", "<pad>", "<a>", "<b>"]) == [256, 257, 258, 259]
+    assert pickle.loads(pickle.dumps(tokenizer)).unique_identifiers == tokenizer.unique_identifiers
+    assert tokenizer.unique_identifiers != build_tokenizer(BYTE_LEVEL).unique_identifiers
+
+
 def test_the_sentencepiece_wrapper_adds_nothing(tokenizer):
     assert tokenizer.tokenize("") == []
     assert tokenizer.bos_id not in tokenizer.tokenize("a")
@@ -58,6 +70,8 @@ def test_what_cannot_be_built_is_said(tmp_path, model_path):
         (("SentencePieceTokenizer", str(broken)), {}, "cannot build a SentencePieceTokenizer from .*broken.model: "),
         (("SentencePieceTokenizer", model_path), {"special_tokens": ["<x>"]}, "cannot build .*Special tokens must be"),
         (("NullTokenizer",), {}, "NullTokenizer needs --vocab-size"),
+        ((BYTE_LEVEL, model_path), {}, "ByteLevelTokenizer has no model, but --tokenizer-model is given: leave it out"),
+        ((BYTE_LEVEL,), {"special_tokens": ["<pad>"]}, "names a token twice, or one of .*: name every token once"),
     ]
     for arguments, options, message in cases:
         with pytest.raises(UserError, match=message):

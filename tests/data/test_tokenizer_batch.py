@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megagate.data.corpus import Batch
 from megagate.data.encode import Encoder
-from megagate.data.tokenizer import batch_encoder, build_tokenizer
+from megagate.data.tokenizer import BYTE_LEVEL, batch_encoder, build_tokenizer
 
 SPECIALS = ["<s>", "</s>", "<unk>", "<pad>", "<extra>"]
 TEXTS = st.lists(
@@ -28,6 +28,7 @@ KINDS = {
     "sentencepiece, spaces marked": False,
     "hugging face": True,
     "hugging face, no special tokens": False,
+    "bytes": True,
     "null": False,
 }
 
@@ -79,6 +80,8 @@ def kind_and_tokenizer(request, model_path, hugging_face_folder, space_removing_
     if kind == "sentencepiece, spaces marked":
         options = {"tokenizer_sentencepiece_ignore_extra_whitespaces": False}
         return kind, build_tokenizer("SentencePieceTokenizer", space_removing_model, **options)
+    if kind == "bytes":
+        return kind, build_tokenizer(BYTE_LEVEL)
     if kind == "null":
         return kind, build_tokenizer("NullTokenizer", vocab_size=100)
     without = kind == "hugging face, no special tokens"
