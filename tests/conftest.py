@@ -6,10 +6,11 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import hypothesis
+import pytest
 
 # Before anything imports Megatron, in whatever order the test modules import.
 import megagate.platform  # noqa: F401
-from tests import distributed
+from tests import distributed, help_texts
 
 # The same examples on every run and machine; a slow machine is no failure.
 hypothesis.settings.register_profile("megagate", deadline=None, derandomize=True)
@@ -18,6 +19,17 @@ hypothesis.settings.load_profile("megagate")
 
 PAIRS = "preset on layout"
 """The property under which a test records which gate presets it compared on which layouts."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Refuse a name that differs from process to process, which would keep the tests from being shared out."""
+    for item in items:
+        if " at 0x" in item.nodeid:
+            raise pytest.UsageError(f"{item.nodeid} is named after an address: give it ids")
+
+
+def pytest_runtest_setup() -> None:
+    help_texts.remember()
 
 
 def pytest_terminal_summary(terminalreporter) -> None:

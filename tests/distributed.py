@@ -14,6 +14,7 @@ What a caller needs to know:
   there, the rank's output, and how the other ranks ended.
 """
 
+import argparse
 import atexit
 import contextlib
 import faulthandler
@@ -131,6 +132,15 @@ def shutdown() -> None:
     _POOL.kill()
 
 
+def start_from_template(function: Callable[..., Any], *args: Any) -> multiprocessing.Process:
+    """Start ``function(*args)`` in a process that has torch and Megatron already, and return it."""
+    # Not daemonic: Megatron's checkpoint writer starts children of its own.
+    process = multiprocessing.get_context("forkserver").Process(target=function, args=args)
+    with _template_environment():
+        process.start()
+    return process
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # In the process that asks
 
@@ -139,16 +149,12 @@ class _Worker:
     """One rank as seen from the process that asks: the process, the pipe to it, and the file with its output."""
 
     def __init__(self) -> None:
-        context = multiprocessing.get_context("forkserver")
         # Nothing of it stays behind, however this process ends: both sides hold it open, and its name goes at once.
         self.output = tempfile.NamedTemporaryFile(prefix="megagate-rank-", delete=False)  # noqa: SIM115
         self.output_start = 0
-        self.connection, theirs = context.Pipe()
-        # Not daemonic: Megatron's checkpoint writer starts children of its own.
-        self.process = context.Process(target=_worker_main, args=(theirs, self.output.name))
+        self.connection, theirs = multiprocessing.Pipe()
         try:
-            with _template_environment():
-                self.process.start()
+            self.process = start_from_template(_worker_main, theirs, self.output.name)
             theirs.close()
             self.store_port: int = self.receive()
         except EOFError as error:
@@ -390,9 +396,20 @@ def _preload() -> None:
                 importlib.import_module(name)
             except Exception:
                 traceback.print_exc()
+    _read_help_texts()
     sys.stdout.flush()  # or each rank would write it again
     gc.collect()
     gc.freeze()  # what is loaded now stays, so that no rank's collector looks at it again
+
+
+def _read_help_texts() -> None:
+    """Make a parser of Megatron's flags, so that no rank reads the source that their help stands in."""
+    from tests import help_texts
+
+    arguments = sys.modules.get("megatron.training.arguments")
+    if arguments is not None:
+        help_texts.remember()
+        arguments.add_megatron_arguments(argparse.ArgumentParser())
 
 
 def _worker_main(pipe: connection.Connection, output_path: str) -> None:
@@ -419,6 +436,8 @@ def _worker_main(pipe: connection.Connection, output_path: str) -> None:
         pipe.send_bytes(pickle.dumps(outcome))
         if not isinstance(outcome, _Failure):
             messages.get()  # all ranks have left the function: none can miss this one in a collective
+        elif not torch.distributed.is_initialized():
+            return  # another rank left while the process group was made: this one counts its groups otherwise now
         del outcome
         _clean_up(handlers)
         pipe.send_bytes(pickle.dumps("idle"))

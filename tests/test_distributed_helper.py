@@ -53,8 +53,11 @@ def raise_odd_error() -> None:
 
 
 def fail_while_others_sleep() -> None:
+    store = torch.distributed.distributed_c10d._get_default_store()
     if torch.distributed.get_rank() == 1:
+        store.wait(["asleep"])
         raise ValueError("boom")
+    store.set("asleep", "")
     time.sleep(100)
 
 

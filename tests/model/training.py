@@ -12,7 +12,6 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from unittest import mock
 
 import torch
 from megatron.core import parallel_state
@@ -152,7 +151,7 @@ def build(case: Case) -> tuple[list, object, object]:
     from megatron.core.enums import ModelType
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
     from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.training.argument_utils import ArgumentGroupFactory, pretrain_cfg_container_from_args
+    from megatron.training.argument_utils import pretrain_cfg_container_from_args
     from megatron.training.initialize import initialize_megatron
     from megatron.training.training import setup_model_and_optimizer
 
@@ -171,9 +170,7 @@ def build(case: Case) -> tuple[list, object, object]:
     torch_adam.apply()
     gate_optimizer.apply()
     use_prebuilt_index_builder()
-    # Megatron parses its own source for the help of its flags, which takes longer than a step.
-    with mock.patch.object(ArgumentGroupFactory, "_get_field_docstrings", lambda self, kind: {}):
-        args = parse(case.argv)
+    args = parse(case.argv)
     initialize_megatron(allow_no_cuda=True)
     config = model_config(args)
     if case.stack_spec:

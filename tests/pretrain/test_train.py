@@ -9,20 +9,25 @@ from pathlib import Path
 import numpy
 import pytest
 
+from tests import commands
 from tests.distributed import run_distributed
 from tests.training import TINY, scalars, train
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def pretrain(argv: list[str], ranks: int | None = None, directory: Path | None = None) -> subprocess.CompletedProcess:
-    """Run the trainer on one process, or under torchrun on `ranks`."""
+def environment(**variables: str) -> dict[str, str]:
+    here = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    return dict(here, OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT), CUDA_VISIBLE_DEVICES="", **variables)
+
+
+def started(argv: list[str], directory: Path, ranks: int | None = None) -> subprocess.CompletedProcess:
+    """Start the trainer as a user does: on one process, or under torchrun on `ranks`."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     return subprocess.run(
         [sys.executable, *launcher, "-m", "megagate.pretrain", *argv],
-        cwd=directory or ROOT,
-        env=dict(environment, OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT), CUDA_VISIBLE_DEVICES=""),
+        cwd=directory,
+        env=environment(),
         capture_output=True,
         text=True,
         timeout=180,
@@ -30,14 +35,17 @@ def pretrain(argv: list[str], ranks: int | None = None, directory: Path | None =
     )
 
 
+def pretrain(argv: list[str], directory: Path, **variables: str) -> subprocess.CompletedProcess:
+    """Run the trainer on one process that has its imports already, with more environment variables."""
+    return commands.run("megagate.pretrain", argv, directory=directory, environment=environment(**variables))
+
+
 def losses(stdout: str) -> list[str]:
     return re.findall(r"lm loss: (\S+) ", stdout)
 
 
 def test_one_process_without_torchrun(tmp_path: Path) -> None:
-    result = pretrain(
-        [*TINY, "--gate-preset", "sdpa-headwise", "--tensorboard-dir", str(tmp_path / "tb")], directory=tmp_path
-    )
+    result = started([*TINY, "--gate-preset", "sdpa-headwise", "--tensorboard-dir", str(tmp_path / "tb")], tmp_path)
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
     assert lines[0] == "megagate: no CUDA device found; running on the CPU platform (gloo, torch backend)"
@@ -51,7 +59,7 @@ def test_one_process_without_torchrun(tmp_path: Path) -> None:
 
 
 def test_verbose_shows_everything(tmp_path: Path) -> None:
-    result = pretrain([*TINY, "--train-iters", "1", "--verbose"], directory=tmp_path)
+    result = pretrain([*TINY, "--train-iters", "1", "--verbose"], tmp_path)
     assert result.returncode == 0, result.stderr
     assert "moe_router_dtype" in result.stdout
     assert not (tmp_path / "runs").exists()
@@ -61,8 +69,8 @@ def test_torchrun_gives_the_loss_of_one_process(tmp_path: Path) -> None:
     """From the same seed, not from a checkpoint: initialisation does not depend on the layout."""
     model = [*TINY, "--gate-preset", "sdpa-elementwise"]
     layout = "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2".split()
-    alone = pretrain(model, directory=tmp_path)
-    together = pretrain([*model, *layout], ranks=2, directory=tmp_path)
+    alone = pretrain(model, tmp_path)
+    together = started([*model, *layout], tmp_path, ranks=2)
     assert together.returncode == 0, together.stderr
     assert losses(together.stdout) == losses(alone.stdout)
     assert together.stdout.count("running on the CPU platform") == 1
@@ -98,7 +106,7 @@ def test_blended_data(tmp_path: Path) -> None:
     write_dataset(tmp_path / "a")
     write_dataset(tmp_path / "b", documents=50)
     argv = [*on_data("0.3", str(tmp_path / "a"), "0.7", str(tmp_path / "b")), "--split", "90,10,0"]
-    result = pretrain([*argv, "--data-cache-path", str(tmp_path / "cache"), "--eval-iters", "1"], directory=tmp_path)
+    result = pretrain([*argv, "--data-cache-path", str(tmp_path / "cache"), "--eval-iters", "1"], tmp_path)
     assert result.returncode == 0, result.stderr
     assert "validation loss at iteration 2" in result.stdout
 
@@ -121,25 +129,26 @@ def refused(result: subprocess.CompletedProcess, message: str) -> None:
     ],
 )
 def test_refused_in_one_sentence(argv: list[str], message: str, tmp_path: Path) -> None:
-    refused(pretrain(argv, directory=tmp_path), message)
+    refused(pretrain(argv, tmp_path), message)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_refused_by_a_process_of_its_own(tmp_path: Path) -> None:
+    """What its imports print stays out of sight too."""
+    refused(started([*TINY, "--load", "nothing"], tmp_path), r"^error: --load nothing holds no checkpoint")
 
 
 def test_truncated_data(tmp_path: Path) -> None:
     write_dataset(tmp_path / "a")
     data = tmp_path / "a.bin"
     data.write_bytes(data.read_bytes()[:-10])
-    refused(
-        pretrain(on_data(str(tmp_path / "a")), directory=tmp_path), r"a.bin has 3990 bytes but .*a.idx describes 4000"
-    )
+    refused(pretrain(on_data(str(tmp_path / "a")), tmp_path), r"a.bin has 3990 bytes but .*a.idx describes 4000")
 
 
 def test_data_of_another_vocabulary(tmp_path: Path) -> None:
     write_dataset(tmp_path / "a", largest=700)
     argv = [*on_data(str(tmp_path / "a")), "--split", "100,0,0"]
-    refused(
-        pretrain(argv, directory=tmp_path), r"the data hold the token \d+, but the model's vocabulary has 256 tokens"
-    )
+    refused(pretrain(argv, tmp_path), r"the data hold the token \d+, but the model's vocabulary has 256 tokens")
 
 
 def test_data_that_were_preprocessed_again(tmp_path: Path) -> None:
@@ -147,7 +156,7 @@ def test_data_that_were_preprocessed_again(tmp_path: Path) -> None:
     argv = [*on_data(str(tmp_path / "a")), "--split", "100,0,0", "--data-cache-path", str(tmp_path / "cache")]
     for documents in (50, 10):
         write_dataset(tmp_path / "a", documents)
-        result = pretrain(argv, directory=tmp_path)
+        result = pretrain(argv, tmp_path)
         assert result.returncode == 0, result.stderr
     assert len({path.name.split("-")[0] for path in (tmp_path / "cache").iterdir()}) == 2
 
@@ -155,13 +164,11 @@ def test_data_that_were_preprocessed_again(tmp_path: Path) -> None:
 def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     argv = [*TINY, "--save", "file/checkpoints", "--save-interval", "1"]
-    refused(
-        pretrain(argv, directory=tmp_path), r"^error: cannot write file/checkpoints/logs/rank_0.log: Not a directory"
-    )
+    refused(pretrain(argv, tmp_path), r"^error: cannot write file/checkpoints/logs/rank_0.log: Not a directory")
 
 
 def test_help(tmp_path: Path) -> None:
-    result = pretrain(["--help"], directory=tmp_path)
+    result = started(["--help"], tmp_path)
     assert result.returncode == 0, result.stderr
     assert result.stderr == ""
     assert result.stdout.startswith("usage: megagate.pretrain")
@@ -171,15 +178,19 @@ def test_help(tmp_path: Path) -> None:
 def test_data_too_small_for_the_split(tmp_path: Path) -> None:
     write_dataset(tmp_path / "a", documents=1, length=10)
     argv = [*on_data(str(tmp_path / "a")), "--split", "50,50,0", "--eval-iters", "1"]
-    refused(pretrain(argv, directory=tmp_path), r"^error: the datasets cannot be built: ")
+    refused(pretrain(argv, tmp_path), r"^error: the datasets cannot be built: ")
 
 
-def test_several_tasks_without_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
-    refused(pretrain(TINY, directory=tmp_path), r"srun started 4 tasks, but RANK is not set, and SLURM_PROCID")
+def test_several_tasks_without_ranks(tmp_path: Path) -> None:
+    refused(pretrain(TINY, tmp_path, SLURM_STEP_NUM_TASKS="4"), r"srun started 4 tasks, but RANK is not set, and SLURM_PROCID")
 
 
 def test_under_torchrun_one_rank_says_it(tmp_path: Path) -> None:
-    result = pretrain([*TINY, "--tensor-model-parallel-size", "2"], ranks=2, directory=tmp_path)
-    assert result.returncode != 0
-    assert result.stderr.count("are trained only under --sequence-parallel") == 1
+    """With the variables that torchrun sets."""
+    argv = [*TINY, "--tensor-model-parallel-size", "2"]
+    first, second = (
+        pretrain(argv, tmp_path, RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT="1")
+        for rank in "01"
+    )
+    refused(first, "are trained only under --sequence-parallel")
+    assert (second.returncode, second.stdout, second.stderr) == (2, "", "")
