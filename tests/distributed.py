@@ -60,6 +60,19 @@ RANK_ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",
 }
 
+# What training imports, some of it only on the way; ranks that were killed are forked anew with all of it.
+PRELOADED = (
+    "megagate.platform",  # the first: it teaches Megatron to run without CUDA
+    "megatron.core.parallel_state",
+    "megatron.training.training",
+    "megatron.core.datasets.gpt_dataset",
+    "megatron.core.tokenizers.text.text_tokenizer",
+    "megagate.pretrain.arguments",
+    "megagate.pretrain.train",
+    "torch.utils.tensorboard",
+    "pytest",
+)
+
 # Megatron's module-level state: what each loaded module needs after a call. tests/test_distributed_helper.py says which
 # of these names an upgrade of Megatron has taken away.
 MEGATRON_RESETS = (
@@ -390,8 +403,7 @@ def _preload() -> None:
     torch.set_num_threads(1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        # The platform comes first: it teaches Megatron to run without CUDA.
-        for name in ("megagate.platform", "megatron.core.parallel_state", "megatron.training.training", "pytest"):
+        for name in PRELOADED:
             try:
                 importlib.import_module(name)
             except Exception:

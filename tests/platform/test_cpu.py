@@ -1,14 +1,17 @@
 """Each replacement of the CPU platform is still needed: without it, Megatron's training loop fails here.
 
-All run the same two steps on four ranks, with every kind of parallelism that reaches a patched place. A patch whose
-probe passes without it has become superfluous and goes.
+All run the same two steps of the same model, on one rank where that reaches the patched place; with all patches they
+succeed on each of these layouts. A patch whose probe passes without it has become superfluous and goes.
 """
 
+import contextlib
 import os
 import subprocess
 import sys
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -20,47 +23,46 @@ from tests.training import TINY
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU platform is active only without CUDA")
 
-LAYOUT = (
-    "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2 --expert-tensor-parallel-size 2 "
+DELTA_NET = (
     "--gate-preset sdpa-headwise --experimental-attention-variant gated_delta_net --linear-attention-freq 2 "
     "--linear-num-key-heads 2 --linear-num-value-heads 4 --linear-key-head-dim 8 --linear-value-head-dim 8"
-).split()
+)
+TENSOR2 = "--tensor-model-parallel-size 2 --sequence-parallel"
+LAYOUTS = {
+    "one rank": (1, ""),
+    "tensor 2": (2, TENSOR2),
+    "expert 2": (2, "--expert-model-parallel-size 2"),
+    "all": (4, f"{TENSOR2} --expert-model-parallel-size 2 --expert-tensor-parallel-size 2"),
+}
+"""Name -> (ranks, flags)."""
+ELSEWHERE = {
+    "all_to_all_splits": "expert 2",
+    "uneven_gather": "all",
+    "properties_and_memory": "tensor 2",
+    "tp_comm_overlap": "tensor 2",
+}
+"""A patch or an argument that is needed only on some layout -> which; the others are needed on one rank already."""
 
 
-def train_without_patch(name: str | None) -> None:
+def train(
+    layout: str, without: contextlib.AbstractContextManager[None] | None = None, flags: Sequence[str] = ()
+) -> None:
     from megagate.pretrain.arguments import parse
     from megagate.pretrain.train import train
 
     cpu.activate_training()
-    if name is None:
-        train(parse([*TINY, *LAYOUT]))
-        return
-    with cpu.without(name):
-        train(parse([*TINY, *LAYOUT]))
+    with without or contextlib.nullcontext():
+        train(parse([*TINY, *DELTA_NET.split(), *LAYOUTS[layout][1].split(), *flags]))
 
 
-def train_without_argument(name: str, flags: list[str]) -> None:
-    from megagate.pretrain.arguments import parse
-    from megagate.pretrain.train import train
+def train_without_patch(layout: str, name: str) -> None:
+    train(layout, cpu.without(name))
 
-    cpu.activate_training()
+
+def train_without_argument(layout: str, name: str) -> None:
     table = cpu.ARGUMENTS if name in cpu.ARGUMENTS else torch_backend.ARGUMENTS
-    value = table.pop(name)
-    try:
-        train(parse([*TINY, *LAYOUT, *flags]))
-    finally:
-        table[name] = value
-
-
-def test_training_works_with_all_patches() -> None:
-    run_distributed(train_without_patch, 4, None, timeout=90)
-
-
-@pytest.mark.parametrize("patch", cpu.TORCH_PATCHES + cpu.TRAINING_PATCHES, ids=lambda patch: patch.name)
-def test_patch_is_needed(patch: cpu.Patch) -> None:
-    with pytest.raises(Exception) as failure:
-        run_distributed(train_without_patch, 4, patch.name, timeout=90)
-    assert "Timeout" not in type(failure.value).__name__
+    rest = {key: value for key, value in table.items() if key != name}
+    train(layout, mock.patch.dict(table, rest, clear=True), GPU_FLAGS[name])
 
 
 GPU_FLAGS = {
@@ -75,22 +77,30 @@ GPU_FLAGS = {
 }
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_training_works_with_all_patches(layout: str) -> None:
+    run_distributed(train, LAYOUTS[layout][0], layout, timeout=90)
+
+
+@pytest.mark.parametrize("patch", cpu.TORCH_PATCHES + cpu.TRAINING_PATCHES, ids=lambda patch: patch.name)
+def test_patch_is_needed(patch: cpu.Patch) -> None:
+    layout = ELSEWHERE.get(patch.name, "one rank")
+    with pytest.raises(Exception) as failure:
+        run_distributed(train_without_patch, LAYOUTS[layout][0], layout, patch.name, timeout=90)
+    assert "Timeout" not in type(failure.value).__name__
+
+
 @pytest.mark.parametrize("name", GPU_FLAGS)
 def test_argument_is_needed(name: str) -> None:
+    layout = ELSEWHERE.get(name, "one rank")
     with pytest.raises(Exception) as failure:
-        run_distributed(train_without_argument, 4, name, GPU_FLAGS[name], timeout=90)
+        run_distributed(train_without_argument, LAYOUTS[layout][0], layout, name, timeout=90)
     assert "Timeout" not in type(failure.value).__name__
 
 
 def test_a_recipe_for_gpus_runs_here() -> None:
     flags = [flag for flags in GPU_FLAGS.values() for flag in flags]
-    run_distributed(train_with, 4, flags, timeout=90)
-
-
-def train_with(flags: list[str]) -> None:
-    from tests.training import train
-
-    train([*TINY, *LAYOUT, *flags])
+    run_distributed(train, 2, "tensor 2", None, flags, timeout=90)
 
 
 def test_every_argument_has_a_probe() -> None:
@@ -151,20 +161,18 @@ def test_transformer_engine_without_a_gpu_is_hidden(tmp_path: Path) -> None:
     assert hidden.stdout.strip() == "imported", hidden.stderr
 
 
-def test_importing_megatron_first_is_refused() -> None:
-    result = run_python("import megatron.core; import megagate.platform")
-    assert "import megagate.platform before megatron" in result.stderr
-
-
-def test_jit_fuser_would_compile() -> None:
+def test_importing_megatron_first() -> None:
+    """It is refused, and would let Megatron compile."""
     result = run_python(
         """
         import torch
         import megatron.core.jit
         print(megatron.core.jit.jit_fuser is torch.compile)
+        import megagate.platform
         """
     )
     assert result.stdout.strip() == "True", result.stderr
+    assert "import megagate.platform before megatron" in result.stderr
     assert os.environ["TORCHDYNAMO_DISABLE"] == "1"
 
 
