@@ -148,8 +148,10 @@ def apply(args: argparse.Namespace) -> None:
     _show_skipped(args)
 
     @functools.wraps(original)
-    def judged(*positional: Any, iteration: int, **named: Any) -> Any:
+    def judged(*positional: Any, iteration: int | None = None, **named: Any) -> Any:
         global _spike
+        if iteration is None:  # not the training loop
+            return original(*positional, **named)
         losses, skipped, should_save, should_exit, status, norm, *rest = original(
             *positional, iteration=iteration, **named
         )

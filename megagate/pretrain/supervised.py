@@ -49,7 +49,9 @@ def apply(args: argparse.Namespace) -> None:
     progress: list[ProgressFile] = []
 
     @functools.wraps(original)
-    def noting_the_step(*positional: Any, iteration: int, **named: Any) -> Any:
+    def noting_the_step(*positional: Any, iteration: int | None = None, **named: Any) -> Any:
+        if iteration is None:  # not the training loop
+            return original(*positional, **named)
         if not progress:
             progress.append(ProgressFile(folder, iteration))
         result = original(*positional, iteration=iteration, **named)

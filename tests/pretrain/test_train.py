@@ -182,7 +182,10 @@ def test_data_too_small_for_the_split(tmp_path: Path) -> None:
 
 
 def test_several_tasks_without_ranks(tmp_path: Path) -> None:
-    refused(pretrain(TINY, tmp_path, SLURM_STEP_NUM_TASKS="4"), r"srun started 4 tasks, but RANK is not set, and SLURM_PROCID")
+    refused(
+        pretrain(TINY, tmp_path, SLURM_STEP_NUM_TASKS="4"),
+        r"srun started 4 tasks, but RANK is not set, and SLURM_PROCID",
+    )
 
 
 def test_under_torchrun_one_rank_says_it(tmp_path: Path) -> None:

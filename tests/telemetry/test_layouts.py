@@ -6,7 +6,7 @@ import pytest
 
 from megagate.gate import PRESETS
 from tests.distributed import run_distributed
-from tests.model.test_layouts import Layout, case
+from tests.model.test_layouts import Layout, case, size
 from tests.telemetry.observed import Observed, Scalars, observe_all, recompute
 
 GATES = list(PRESETS)
@@ -100,7 +100,7 @@ def test_layout(index: int) -> None:
     layout, models = LAYOUTS[index]
     pairs = [(models[turn % len(models)], KINDS[(index + turn) % len(KINDS)]) for turn in range(3)]
     for pair, found in zip(pairs, observe(pairs, SOME_ROWS, layout), strict=True):
-        assert_same(found, one_process(*pair), f"of {pair} on {layout}")
+        assert_same(found, one_process(*pair, size(pair[0], layout)), f"of {pair} on {layout}")
 
 
 @pytest.mark.full
@@ -110,7 +110,7 @@ def test_every_gate(index: int) -> None:
     layout, models = LAYOUTS[index]
     pairs = [(models[turn % len(models)], preset) for turn, preset in enumerate(GATES)]
     for pair, found in zip(pairs, observe(pairs, SOME_ROWS, layout), strict=True):
-        assert_same(found, one_process(*pair), f"of {pair} on {layout}")
+        assert_same(found, one_process(*pair, size(pair[0], layout)), f"of {pair} on {layout}")
 
 
 @pytest.mark.parametrize(
