@@ -129,8 +129,8 @@ def _grid(count: int) -> tuple["Figure", Sequence[Any]]:
 
 def _logarithmic(ax: Any) -> None:
     """Give `ax` a logarithmic scale if anything in it can be drawn on one."""
-    values = np.concatenate([np.asarray(line.get_ydata(), dtype=float) for line in ax.lines])
-    if (values[np.isfinite(values)] > 0).any():
+    drawn = [np.asarray(line.get_ydata(), dtype=float) for line in ax.lines]
+    if any((values[np.isfinite(values)] > 0).any() for values in drawn):
         ax.set_yscale("log")
 
 
@@ -226,12 +226,12 @@ def histograms_by_layer(
 
 
 def heads_by_layer(values: Mapping[str, tuple[Sequence[int], np.ndarray]], scale_label: str) -> "Figure":
-    """Return for each name an image of a value per layer and head.
+    """Return for each name an image of a value per layer and head; heads count from 0.
 
     Args:
         values: name -> numbers of the layers, values [layers, heads].
     """
-    figure = _rows_by_layer(values, lambda heads: (0.5, heads + 0.5), "head", scale_label)
+    figure = _rows_by_layer(values, lambda heads: (-0.5, heads - 0.5), "head", scale_label)
     for ax in figure.axes[: len(values)]:
         ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     return figure

@@ -34,7 +34,7 @@ EXPERTS = {
     "largest load over mean load": "experts/max-to-mean-load",
     "experts without a token": "experts/dead",
     "router entropy (nats)": "experts/router-entropy",
-    "share of dropped tokens": "experts/drop-rate",
+    "share of dropped choices": "experts/drop-rate",
 }
 
 
@@ -81,15 +81,16 @@ def _gate(b: Builder) -> Section:
     section = Section("gate", "Gate")
     caption = (
         "A score is the activation of a gate's logits, which multiplies what is gated (or is added to it). Means over "
-        "tokens, heads, channels and blocks. Magnitude: mean absolute value of the gated tensor."
+        "tokens, heads, channels and blocks; shares are of absolute values. Magnitude: root mean square of the gated "
+        "tensor."
     )
     panels = [b.panel(title, tag) for title, tag in GATE.items()]
     b.curves(section, "gate", "Gate scores", caption, panels)
     caption = "A block without a gate has no point."
-    b.by_layer(section, "gate-by-layer", "Gate scores by layer", caption, _first(GATE, 2))
+    b.by_layer(section, "gate-by-layer", "Gate scores by layer", caption, dict(list(GATE.items())[:2]))
     title, caption = "Histogram of gate scores by layer", "Each row of an image is a block; its bins add up to 1."
     b.histograms(section, "gate-histogram", title, caption, "gate score", "gate/scores")
-    caption = "Mean over the tokens and channels of a head."
+    caption = "Mean over the tokens and channels of a head; heads count from 0."
     b.by_head(section, "gate-heads", "Mean gate score of each head", caption, "mean score", "gate/head-mean")
     return section
 
@@ -100,10 +101,10 @@ def _attention(b: Builder) -> Section:
     uniform = b.panel("uniform", FLOOR).curves
     panels[0].floors = {name: curve for name, curve in uniform.items() if name in panels[0].curves}
     caption = (
-        "Share of the first token: the attention probability that queries give to the first key, mean over sampled "
-        "queries, heads and blocks; without the first queries, which have few keys to choose from, and with them. "
-        "Dotted: the share of queries that attend to all of their keys alike. Entropy: mean over the same queries. "
-        "Logits: as the softmax takes them."
+        "Share of the first token: the attention probability that queries give to the first key, mean over queries, "
+        "heads and blocks; without the first queries, which have few keys to choose from, and with them. Dotted: the "
+        "share if every query attended to all of its keys alike. Entropy: mean over the same queries. Logits: as the "
+        "softmax takes them, the largest of all blocks."
     )
     b.curves(section, "attention", "Attention on the first token", caption, panels)
     tags = {title: ATTENTION[title] for title in ("share of the first token", "attention entropy (nats)")}
@@ -128,7 +129,10 @@ def _activations(b: Builder) -> Section:
 
 def _experts(b: Builder) -> Section:
     section = Section("experts", "Experts")
-    caption = "Load: tokens that an expert gets in a step, over all data-parallel ranks. Means over blocks."
+    caption = (
+        "Load: tokens that an expert gets from the whole batch of a step. Dropped: of the tokens' choices of experts. "
+        "Means over blocks."
+    )
     losses = {"load-balancing loss": "load_balancing_loss", "router z-loss": "z_loss"}
     panels = [b.panel(title, tag) for title, tag in (EXPERTS | losses).items()]
     b.curves(section, "experts", "Load of the experts", caption, panels)
@@ -164,14 +168,14 @@ def _throughput(b: Builder) -> Section:
         figure = figures.stacked_shares(split, "seconds per step")
         rows = [[name, *(number(parts.get(part)) for part in TIME_PARTS)] for name, parts in split.items()]
         numbers = Table("Seconds per step", ["run", *TIME_PARTS], rows)
-        b.add(section, "time", title, "Medians over the logged steps.", figure, split, numbers)
+        caption = (
+            "Means over ranks, medians over the logged steps. Communication: between pipeline stages, of gradients and "
+            "of parameters, where it does not overlap; other communication is part of forward and backward."
+        )
+        b.add(section, "time", title, caption, figure, split, numbers)
     else:
         section.missing.append(title)
     return section
-
-
-def _first(tags: dict[str, str], count: int) -> dict[str, str]:
-    return dict(list(tags.items())[:count])
 
 
 def _tflops(run: Run) -> Series | None:

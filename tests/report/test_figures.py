@@ -85,15 +85,15 @@ def test_a_long_curve_keeps_its_peaks() -> None:
 
 def test_values_by_layer() -> None:
     values = {"a": ([1, 2, 4], RANDOM.random(3)), "b": ([1, 2, 3, 4], RANDOM.random(4))}
-    panels = {"share": values, "largest": {"b": values["b"]}}
-    figure = figures.by_layer(panels, log=["largest"], floors={"share": {"b": 0.25}})
+    panels = {"share": values, "largest": {"b": values["b"]}, "empty": {}}
+    figure = figures.by_layer(panels, log=["largest", "empty"], floors={"share": {"b": 0.25}})
     *lines, floor = figure.axes[0].lines
     for name, line in zip(values, lines, strict=True):
         np.testing.assert_array_equal(line.get_xdata(), values[name][0])
         np.testing.assert_array_equal(line.get_ydata(), values[name][1])
     assert list(floor.get_ydata()) == [0.25, 0.25]
     assert floor.get_color() == lines[1].get_color()
-    assert [ax.get_yscale() for ax in figure.axes] == ["linear", "log"]
+    assert [ax.get_yscale() for ax in figure.axes] == ["linear", "log", "linear"]
     assert figure.axes[1].lines[0].get_color() == style.line_style(1)["color"]
 
 
@@ -108,7 +108,7 @@ def test_images_by_layer() -> None:
             np.testing.assert_array_equal(image[[layer - first for layer in layers]], rows)
             left, right, bottom, top = ax.images[0].get_extent()
             assert (bottom, top) == (layers[-1] + 0.5, first - 0.5)
-            assert (left, right) in ((0, 1), (0.5, 10.5))
+            assert (left, right) in ((0, 1), (-0.5, 9.5))
         assert np.isnan(np.ma.filled(figure.axes[0].images[0].get_array(), np.nan)[1]).all()
 
 

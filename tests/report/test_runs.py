@@ -1,5 +1,6 @@
 """A run's files become one curve for each tag, over the tokens that its final weights have seen."""
 
+import re
 import shutil
 from pathlib import Path
 
@@ -8,7 +9,8 @@ import pytest
 
 from megagate.errors import UserError
 from megagate.report.runs import Run, find_events, read_runs
-from megagate.report.tables import tokens_per_second
+from megagate.report.sections import ACTIVATIONS, ATTENTION, EXPERTS, GATE, TIME_PARTS
+from megagate.report.tables import FLOOR, tokens_per_second
 from tests.distributed import run_distributed
 from tests.report.runs import ARGUMENTS, BATCH, SEQUENCE, Writer
 from tests.training import TINY, train
@@ -149,6 +151,19 @@ def test_a_real_run_that_was_resumed(tmp_path: Path) -> None:
     speed = tokens_per_second(run)
     assert speed is not None
     assert (speed.values > 0).all()
+    told = {re.sub(r"/(layer|head)-\d+", "", tag) for tag in (*run.scalars, *run.histograms)}
+    own = {tag for tag in told if tag.partition("/")[0] in ("gate", "attention", "activation", "experts", "time")}
+    assert own == {
+        *GATE.values(),
+        "gate/head-mean",
+        "gate/scores",
+        *ATTENTION.values(),
+        FLOOR,
+        *ACTIVATIONS.values(),
+    } | {*EXPERTS.values(), "experts/tokens", *(f"time/{part}" for part in TIME_PARTS)}, (
+        "telemetry and report speak of the same tags"
+    )
+    assert {"throughput/tokens-per-second", "throughput/tflops-per-device", "memory/max-allocated"} <= told
 
     shutil.rmtree(save / "tensorboard")
     writer = Writer(save / "tensorboard", {})
