@@ -108,11 +108,13 @@ def _show(numbers: dict[str, Any], text: list[str], target: str | None) -> None:
 def _search(args: argparse.Namespace, machine: Gpu, options: argparse.Namespace) -> int:
     from megagate.plan.gpus import GIB
     from megagate.plan.search import search
+    from megagate.pretrain.recipe import read_recipe
 
     def progress(done: int, total: int) -> None:
         if sys.stderr.isatty():
             print(f"\r{done} of {total} layouts", end="", file=sys.stderr, flush=True)
 
+    recipe, _ = read_recipe(options.recipe)
     found, rejected = search(args, machine, options.precision, progress)
     text = [
         f"{len(found)} layouts fit {options.gpus} {machine.name}, {sum(rejected.counts.values())} do not; the fastest:"
@@ -124,10 +126,10 @@ def _search(args: argparse.Namespace, machine: Gpu, options: argparse.Namespace)
             f"  {step.step:.2f} s, {step.model_tflops:.0f} TFLOP/s per GPU, {candidate.memory / GIB:.0f} GiB, "
             f"recomputing {candidate.recompute}:"
         )
-        text.append(f"    {candidate.flags}")
+        text.append(f"    {candidate.flags(recipe)}")
         numbers["best"].append(
             {
-                "flags": candidate.flags,
+                "flags": candidate.flags(recipe),
                 "seconds": step.step,
                 "model TFLOP/s per GPU": step.model_tflops,
                 "memory": candidate.memory,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from megagate.gate.layout import layout_from_args
 from megagate.model.pattern import ATTENTION, DELTA_NET, DENSE, EXPERTS
 from megagate.plan.layout import Layout
-from megagate.plan.memory import FP32, rank_buffers, rank_chunks
+from megagate.plan.memory import FP32, StaticMemory, stage_static
 
 GATHER, SCATTER, REDUCE, EXCHANGE, SEND = (
     "all-gather",
@@ -63,20 +63,24 @@ class Transfer:
         return 1.0
 
 
-def step_transfers(args: argparse.Namespace, layout: Layout, pipeline_rank: int) -> list[Transfer]:
+def step_transfers(
+    args: argparse.Namespace, layout: Layout, pipeline_rank: int, static: StaticMemory | None = None
+) -> list[Transfer]:
     """Return what a rank of a pipeline stage hands over in one step.
 
     Args:
         args: validated arguments.
         layout: of the run.
         pipeline_rank: the stage; its ranks hand over alike, if the experts are used alike.
+        static: what its ranks hold, if it is known.
     """
+    static = static or stage_static(args, layout, pipeline_rank)
     found = [
-        *_tensor_parallel(args, layout, pipeline_rank),
+        *_tensor_parallel(args, layout, pipeline_rank, static),
         *_expert_parallel(args, layout, pipeline_rank),
         *_context_parallel(args, layout, pipeline_rank),
         *_pipeline_parallel(args, layout, pipeline_rank),
-        *_data_parallel(args, layout, pipeline_rank),
+        *_data_parallel(args, layout, static),
     ]
     return [transfer for transfer in found if transfer.ranks > 1 and transfer.given]
 
@@ -92,7 +96,9 @@ def _repeats(args: argparse.Namespace, layers: str, module: str, symbol: str) ->
     return count
 
 
-def _tensor_parallel(args: argparse.Namespace, layout: Layout, pipeline_rank: int) -> Iterator[Transfer]:
+def _tensor_parallel(
+    args: argparse.Namespace, layout: Layout, pipeline_rank: int, static: StaticMemory
+) -> Iterator[Transfer]:
     shard = layout.sharded_tokens * args.hidden_size * args.params_dtype.itemsize
     tensor, batches = layout.tensor, layout.micro_batches
     gathered = scattered = reduced = losses = 0
@@ -121,10 +127,10 @@ def _tensor_parallel(args: argparse.Namespace, layout: Layout, pipeline_rank: in
     yield Transfer("tensor", REDUCE, tensor, tensor, reduced * shard * batches, reduced * batches)
     # The cross entropy of a divided vocabulary: largest logit, sum of exponentials, the target's logit.
     yield Transfer("tensor", REDUCE, tensor, tensor, 3 * losses * layout.tokens * FP32 * batches, 3 * losses * batches)
-    yield Transfer("tensor", REDUCE, tensor, tensor, _replicated_gradients(args, layout, pipeline_rank), 1)
+    yield Transfer("tensor", REDUCE, tensor, tensor, _replicated_gradients(args, layout, static), 1)
 
 
-def _replicated_gradients(args: argparse.Namespace, layout: Layout, pipeline_rank: int) -> int:
+def _replicated_gradients(args: argparse.Namespace, layout: Layout, static: StaticMemory) -> int:
     """Return the bytes of gradients that are sums over tensor-parallel ranks: of what each holds whole.
 
     Under sequence parallelism that is all of it, else only the norms of queries and keys.
@@ -133,8 +139,7 @@ def _replicated_gradients(args: argparse.Namespace, layout: Layout, pipeline_ran
     whole = ("layernorm", "final_norm", "router.", "linear_gate", "gate_weight", "out_norm")
     names = whole if layout.sequence_parallel else partial
     width = FP32 if args.accumulate_allreduce_grads_in_fp32 else args.params_dtype.itemsize
-    chunks = rank_chunks(args, layout, pipeline_rank)
-    held = (tensor for chunk in chunks for tensor in chunk)
+    held = (tensor for chunk in static.chunks for tensor in chunk)
     return sum(tensor.size for tensor in held if any(name in tensor.name for name in names)) * width
 
 
@@ -189,15 +194,14 @@ def _pipeline_parallel(args: argparse.Namespace, layout: Layout, pipeline_rank: 
         yield Transfer("pipeline", REDUCE, 2, layout.world, size, 1)
 
 
-def _data_parallel(args: argparse.Namespace, layout: Layout, pipeline_rank: int) -> Iterator[Transfer]:
+def _data_parallel(args: argparse.Namespace, layout: Layout, static: StaticMemory) -> Iterator[Transfer]:
     """Gradients to the ranks that keep their part of the optimizer's state, and the new weights back."""
     width = args.params_dtype.itemsize
     gradient = FP32 if args.accumulate_allreduce_grads_in_fp32 else width
     dense_span = layout.world // layout.pipeline
-    buffers = rank_buffers(args, layout, pipeline_rank)
     # Without overlap each of Megatron's two optimizers, that of dense weights and that of experts, gathers all weights.
-    gathers = 1 if args.overlap_param_gather else len({is_expert for is_expert, *_ in buffers})
-    for is_expert, size, _ in buffers:
+    gathers = 1 if args.overlap_param_gather else len({is_expert for is_expert, *_ in static.buffers})
+    for is_expert, size, _ in static.buffers:
         kind = "expert data" if is_expert else "data"
         ranks = layout.expert_data if is_expert else layout.data_context
         if not args.use_distributed_optimizer:

@@ -40,10 +40,11 @@ def forward_operations(
         causal: count what a kernel computes that skips the future, half of the square of all positions.
     """
     total: Counter[str] = Counter()
-    for tensor in chunk_tensors(args, layers, first, last, tensor=1, expert=1, expert_tensor=1):
+    # One expert of each layer stands for those that a token goes to.
+    for tensor in chunk_tensors(args, layers, first, last, tensor=1, expert=args.num_experts or 1, expert_tensor=1):
         if len(tensor.shape) == 1 or tensor.part == "embedding":
             continue
-        size = tensor.size * args.moe_router_topk // args.num_experts if tensor.is_expert else tensor.size
+        size = tensor.size * args.moe_router_topk if tensor.is_expert else tensor.size
         total[tensor.part] += 2 * (size - tensor.gate)
         total["gate"] += 2 * tensor.gate
     if first and last and not args.untie_embeddings_and_output_weights:

@@ -21,6 +21,10 @@ import torch
 import megagate.platform  # noqa: F401  # before Megatron
 from megagate.errors import UserError, reason
 from megagate.evaluate.load import take_down
+from megagate.plan.gpus import GIB
+from megagate.plan.layout import layout_of
+from megagate.plan.memory import rank_memory
+from megagate.plan.parameters import count
 from megagate.platform import cpu
 from megagate.pretrain.arguments import build_parser, finish, read
 from megagate.pretrain.datasets import dataset_prefixes
@@ -182,3 +186,16 @@ def describe(rank: Rank) -> Iterator[str]:
                 f"a buffer of {buffer.numel:,} elements, gradients in {buffer.grad_dtype}, over "
                 f"{buffer.data_parallel_world_size} ranks, in {len(buffer.buckets)} buckets"
             )
+    total, active = count(args)
+    yield f"the model has {total:,} parameters, {active:,} of them active"
+    layout = layout_of(args)
+    memory = rank_memory(args, layout, layout.pipeline_rank(args.rank))
+    kinds = {
+        "weights": memory.static.weights,
+        "gradients": memory.static.gradients,
+        "optimizer": memory.static.main_weights + memory.static.moments,
+        "activations": memory.activations,
+        "all, with what is temporary,": memory.total,
+    }
+    sizes = ", ".join(f"{name} {size / GIB:.2f}" for name, size in kinds.items())
+    yield f"memory in GiB as tools/plan.py counts it: {sizes}"

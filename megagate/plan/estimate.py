@@ -6,14 +6,15 @@ used alike, and machines without stragglers. `megagate.plan.published` holds it 
 
 import argparse
 from collections import defaultdict
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from megagate.model.pattern import EXPERTS
 from megagate.plan.communication import GATHER, REDUCE, SCATTER, Transfer, step_transfers
 from megagate.plan.compute import CORE_ATTENTION, DELTA_RULE, per_token, rank_operations
 from megagate.plan.gpus import Gpu
 from megagate.plan.layout import Layout
-from megagate.plan.memory import rank_memory
+from megagate.plan.memory import RankMemory, StaticMemory, rank_memory, stage_static
 from megagate.pretrain.flops import num_floating_point_operations
 
 DATA_KINDS = ("data", "expert data")
@@ -69,6 +70,7 @@ def estimate(
     *,
     precision: str = "bf16",
     assumptions: Assumptions = Assumptions(),
+    statics: Mapping[int, StaticMemory] | None = None,
 ) -> Estimate:
     """Estimate a step.
 
@@ -78,14 +80,19 @@ def estimate(
         gpu: what it runs on.
         precision: of matrix products, "bf16" or "fp8".
         assumptions: of the model.
+        statics: what the ranks of `different_stages` hold, if it is known.
     """
     peak = gpu.bf16 if precision == "bf16" or gpu.fp8 is None else gpu.fp8
-    stages = [_stage(args, layout, gpu, rank, peak, assumptions) for rank in _different_stages(layout)]
+    ranks = different_stages(layout)
+    known = statics or {rank: stage_static(args, layout, rank) for rank in ranks}
+    memories = {rank: rank_memory(args, layout, rank, known[rank]) for rank in ranks}
+    transfers = {rank: step_transfers(args, layout, rank, known[rank]) for rank in ranks}
+    stages = [_stage(args, layout, gpu, rank, memories[rank], transfers[rank], peak, assumptions) for rank in ranks]
     slowest = max(stages, key=lambda seconds: sum(seconds.values()))
     batch_seconds = sum(slowest.values())
     seconds = {name: value * layout.micro_batches for name, value in slowest.items()}
     seconds["pipeline bubble"] = batch_seconds * (layout.pipeline - 1) / layout.virtual
-    once = [_once_a_step(args, layout, gpu, rank, batch_seconds, assumptions) for rank in _different_stages(layout)]
+    once = [_once_a_step(args, gpu, memories[rank], transfers[rank], batch_seconds, assumptions) for rank in ranks]
     seconds |= sorted(once, key=lambda parts: sum(parts.values()))[-1]
     step = sum(seconds.values())
     operations = num_floating_point_operations(args, layout.step_tokens // layout.sequence)
@@ -93,13 +100,20 @@ def estimate(
     return Estimate(gpu.name, step, operations, rate / 1e12, rate / peak, seconds, assumptions)
 
 
-def _different_stages(layout: Layout) -> list[int]:
+def different_stages(layout: Layout) -> list[int]:
     """Return the pipeline ranks that can be the slowest: those at the ends, and one for all between."""
     return sorted({0, min(1, layout.pipeline - 1), layout.pipeline - 1})
 
 
 def _stage(
-    args: argparse.Namespace, layout: Layout, gpu: Gpu, pipeline_rank: int, peak: float, assumed: Assumptions
+    args: argparse.Namespace,
+    layout: Layout,
+    gpu: Gpu,
+    pipeline_rank: int,
+    memory: RankMemory,
+    transfers: Sequence[Transfer],
+    peak: float,
+    assumed: Assumptions,
 ) -> dict[str, float]:
     """Return the seconds that one micro batch costs a pipeline stage, forward and backward."""
     seconds: dict[str, float] = defaultdict(float)
@@ -114,12 +128,11 @@ def _stage(
                 seconds["experts"] += count / (peak * reduced * assumed.matrix_share * width)
             else:
                 seconds["other matrix products"] += count / (peak * reduced * assumed.matrix_share)
-    memory = rank_memory(args, layout, pipeline_rank)
     traffic = assumed.memory_passes * sum(memory.micro_batch.values())
     seconds["memory traffic"] = traffic / (gpu.memory_bandwidth * assumed.memory_share)
     layers = "".join(layers for layers, _, _ in layout.chunks(args.hybrid_layer_pattern, pipeline_rank))
     seconds["launches"] = len(layers) * assumed.layer_overhead + layers.count(EXPERTS) * assumed.expert_overhead
-    for transfer in step_transfers(args, layout, pipeline_rank):
+    for transfer in transfers:
         if transfer.kind in DATA_KINDS:
             continue
         exposed = 1 - assumed.hidden_expert_share if transfer.kind == "expert" else 1.0
@@ -132,15 +145,15 @@ def _stage(
 
 def _once_a_step(
     args: argparse.Namespace,
-    layout: Layout,
     gpu: Gpu,
-    pipeline_rank: int,
+    memory: RankMemory,
+    transfers: Sequence[Transfer],
     batch_seconds: float,
     assumed: Assumptions,
 ) -> dict[str, float]:
     """Return the seconds of a step that come once: gradients, optimizer, new weights."""
     gradients = weights = 0.0
-    for transfer in step_transfers(args, layout, pipeline_rank):
+    for transfer in transfers:
         if transfer.kind in DATA_KINDS:
             cost = transfer_seconds(args, transfer, gpu, assumed)
             if transfer.operation == GATHER:
@@ -152,7 +165,6 @@ def _once_a_step(
         gradients = max(0.0, gradients - batch_seconds * 2 / 3)
     if args.overlap_param_gather:  # behind the first micro batch's forward pass
         weights = max(0.0, weights - batch_seconds / 3)
-    memory = rank_memory(args, layout, pipeline_rank)
     # The optimizer reads and writes its own state, and reads gradients and writes weights in its part.
     touched = 2 * (memory.static.main_weights + memory.static.moments) + memory.static.gradients
     return {
@@ -180,8 +192,3 @@ def shares(args: argparse.Namespace) -> dict[str, float]:
     parts = per_token(args)
     total = sum(parts.values())
     return {part: count / total for part, count in parts.most_common()}
-
-
-def assumptions_as_lines(assumed: Assumptions) -> list[str]:
-    """Return the assumptions, one a line."""
-    return [f"{name.replace('_', ' ')} {value:g}" for name, value in asdict(assumed).items()]

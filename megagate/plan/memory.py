@@ -8,7 +8,7 @@ import argparse
 import copy
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig
@@ -21,8 +21,6 @@ from megagate.plan.parameters import Tensor, chunk_tensors
 
 FP32 = 4
 ADAM_MOMENTS = 2
-FIRST = {False: 0, True: 0}
-"""The place of the first rank among those that hold the same parameters."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +38,10 @@ class StaticMemory:
     """Not bytes: how many parameters the rank holds."""
     gate_share: float
     """Which part of the rank's parameters is the gate's."""
+    chunks: list[list[Tensor]] = field(repr=False)
+    """The parameters of each model chunk."""
+    buffers: list[tuple[bool, int, int]] = field(repr=False)
+    """Whether it is the experts', elements, and elements of this rank's part of the optimizer, of each buffer."""
 
     @property
     def total(self) -> int:
@@ -67,10 +69,10 @@ def static_memory(args: argparse.Namespace, layout: Layout, rank: int) -> Static
     places = {False: layout.data_context_rank(rank), True: layout.expert_data_rank(rank)}
     width = args.params_dtype.itemsize
     gradient_width = FP32 if args.accumulate_allreduce_grads_in_fp32 else width
-    buffers = rank_buffers(args, layout, pipeline_rank, places)
+    chunks = rank_chunks(args, layout, pipeline_rank)
+    buffers = _buffers(args, layout, pipeline_rank, chunks, places)
     held = sum(size for _, size, _ in buffers)
     main = sum(shard for *_, shard in buffers)
-    chunks = rank_chunks(args, layout, pipeline_rank)
     parameters = sum(tensor.size for chunk in chunks for tensor in chunk)
     gate = sum(tensor.gate for chunk in chunks for tensor in chunk)
     return StaticMemory(
@@ -80,21 +82,19 @@ def static_memory(args: argparse.Namespace, layout: Layout, rank: int) -> Static
         moments=main * ADAM_MOMENTS * FP32,
         parameters=parameters,
         gate_share=gate / parameters,
+        chunks=chunks,
+        buffers=buffers,
     )
 
 
-def rank_buffers(
-    args: argparse.Namespace, layout: Layout, pipeline_rank: int, places: Mapping[bool, int] = FIRST
+def _buffers(
+    args: argparse.Namespace,
+    layout: Layout,
+    pipeline_rank: int,
+    chunks: Sequence[Sequence[Tensor]],
+    places: Mapping[bool, int],
 ) -> list[tuple[bool, int, int]]:
-    """Return (whether it is the experts', elements, elements of this rank's part of the optimizer) of each buffer.
-
-    Args:
-        args: validated arguments.
-        layout: of the run.
-        pipeline_rank: whose buffers.
-        places: the rank's place among those that hold the same dense parameters (False), or experts (True).
-    """
-    chunks = rank_chunks(args, layout, pipeline_rank)
+    """Return `StaticMemory.buffers`; `places` are the rank's among those with the same dense weights, and experts."""
     buffers = []
     for index, chunk in enumerate(chunks):
         if args.use_distributed_optimizer:
@@ -179,22 +179,31 @@ CONTEXT_BYTES = 3 * 2**30
 FRAGMENTATION = 0.05
 
 
-def rank_memory(args: argparse.Namespace, layout: Layout, pipeline_rank: int) -> RankMemory:
-    """Return what the ranks of a pipeline stage need; of those alike, the first.
+def stage_static(args: argparse.Namespace, layout: Layout, pipeline_rank: int) -> StaticMemory:
+    """Return what the first rank of a pipeline stage keeps all run long; those alike differ by a few bytes."""
+    return static_memory(args, layout, pipeline_rank * (layout.world // layout.pipeline))
+
+
+def rank_memory(
+    args: argparse.Namespace, layout: Layout, pipeline_rank: int, static: StaticMemory | None = None
+) -> RankMemory:
+    """Return what a rank of a pipeline stage needs.
 
     Args:
         args: validated arguments.
         layout: of the run.
         pipeline_rank: which stage's.
+        static: of the stage, if it is known.
     """
     chunks = layout.chunks(args.hybrid_layer_pattern, pipeline_rank)
     kept = [chunk_activations(args, layout, *chunk) for chunk in chunks]
     in_flight = layout.in_flight_by_chunk(pipeline_rank)
     activations = sum(sum(parts.values()) * count for parts, count in zip(kept, in_flight, strict=True))
-    static = static_memory(args, layout, pipeline_rank * (layout.world // layout.pipeline))
     temporary = _temporary(args, layout, chunks)
     reserve = CONTEXT_BYTES + int(FRAGMENTATION * (activations + temporary))
-    return RankMemory(static, dict(sum(kept, Counter())), activations, temporary, reserve)
+    return RankMemory(
+        static or stage_static(args, layout, pipeline_rank), dict(sum(kept, Counter())), activations, temporary, reserve
+    )
 
 
 def _temporary(args: argparse.Namespace, layout: Layout, chunks: Sequence[tuple[str, bool, bool]]) -> int:

@@ -4,16 +4,16 @@ import argparse
 import copy
 import itertools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 
 from megagate.errors import UserError
 from megagate.gate.config import gate_config_from_args
 from megagate.model.pattern import BOUNDARY
-from megagate.plan.estimate import Estimate, estimate
+from megagate.plan.estimate import Estimate, different_stages, estimate
 from megagate.plan.gpus import GIB, Gpu
 from megagate.plan.layout import Layout, layout_of
-from megagate.plan.memory import FP32, rank_memory
+from megagate.plan.memory import FP32, StaticMemory, rank_memory, stage_static
 from megagate.plan.parameters import model_tensors
 from megagate.pretrain.layout import check_layout
 
@@ -32,9 +32,8 @@ class Candidate:
     """Bytes on the fullest rank."""
     estimate: Estimate
 
-    @property
-    def flags(self) -> str:
-        """What to add to the recipe's command line."""
+    def flags(self, recipe: Collection[str]) -> str:
+        """Return what to add to the command line of a recipe with these keys."""
         layout = self.layout
         sizes = {
             "tensor-model-parallel-size": layout.tensor,
@@ -47,7 +46,10 @@ class Candidate:
         flags = [f"--{name} {size}" for name, size in sizes.items() if size is not None]
         if layout.sequence_parallel:
             flags.append("--sequence-parallel")
-        return " ".join([*flags, *RECOMPUTE[self.recompute]])
+        flags += RECOMPUTE[self.recompute]
+        given = {flag.split()[0].removeprefix("--") for flag in flags}
+        omitted = [key for key in MAY_BE_OMITTED if key in recipe and key not in given]
+        return " ".join([*flags, *(["--omit", *omitted] if omitted else [])])
 
 
 RECOMPUTE = {
@@ -56,6 +58,17 @@ RECOMPUTE = {
     "expert layers": ["--recompute-granularity selective", "--recompute-modules moe"],
     "all layers": ["--recompute-granularity full", "--recompute-method uniform", "--recompute-num-layers 1"],
 }
+
+
+MAY_BE_OMITTED = (
+    "num-virtual-stages-per-pipeline-rank",
+    "sequence-parallel",
+    "recompute-granularity",
+    "recompute-modules",
+    "recompute-method",
+    "recompute-num-layers",
+)
+"""Keys of a recipe that a layout may have to do without."""
 
 
 @dataclass
@@ -103,6 +116,7 @@ def search(
                 f"{words}: {least / GIB:.0f} GiB",
             )
             continue
+        statics: dict[int, StaticMemory] = {}
         for micro_batch in MICRO_BATCHES:
             variant = _variant(args, sizes, micro_batch)
             try:
@@ -110,7 +124,7 @@ def search(
             except UserError as error:
                 rejected.add(re.sub(r"\d+", "N", str(error)), str(error))
                 continue
-            _try(variant, gpu, precision, f"{words}, micro batch {micro_batch}", found, rejected)
+            _try(variant, gpu, precision, statics, f"{words}, micro batch {micro_batch}", found, rejected)
     found.sort(key=lambda candidate: candidate.estimate.step)
     return found, rejected
 
@@ -119,12 +133,15 @@ def _try(
     variant: argparse.Namespace,
     gpu: Gpu,
     precision: str,
+    statics: dict[int, StaticMemory],
     words: str,
     found: list[Candidate],
     rejected: Rejections,
 ) -> None:
     """Add the layout with the least recomputation that fits; more of it never makes a step faster."""
     layout = layout_of(variant)
+    for rank in different_stages(layout):
+        statics[rank] = statics.get(rank) or stage_static(variant, layout, rank)
     needed = 0
     for name in RECOMPUTE:
         if name == "the gate" and gate_config_from_args(variant).is_baseline:
@@ -132,9 +149,11 @@ def _try(
         if name == "expert layers" and not variant.num_experts:
             continue
         _set_recompute(variant, name)
-        needed = max(rank_memory(variant, layout, rank).total for rank in {0, layout.pipeline - 1})
+        needed = max(rank_memory(variant, layout, rank, static).total for rank, static in statics.items())
         if needed <= gpu.memory:
-            found.append(Candidate(layout, name, needed, estimate(variant, layout, gpu, precision=precision)))
+            found.append(
+                Candidate(layout, name, needed, estimate(variant, layout, gpu, precision=precision, statics=statics))
+            )
             return
     rejected.add(
         f"more than {gpu.memory / GIB:.0f} GiB even with all layers recomputed", f"{words}: {needed / GIB:.0f} GiB"

@@ -99,3 +99,34 @@ def counted_operations(flags: str) -> tuple[float, float]:
 def all_counted_operations(cases: list[str]) -> list[tuple[float, float]]:
     """Return the same for several cases."""
     return [counted_operations(case) for case in cases]
+
+
+def static_bytes(flags: str) -> tuple[tuple[int, int, int, int], tuple[int, int, int, int]]:
+    """Return (weights, gradients, main weights, Adam's moments) of this rank in bytes, as they are and as planned."""
+    from megatron.training import get_args
+
+    from megagate.checkpoint.torch_adam import initialize_state
+    from megagate.plan.layout import layout_of
+    from megagate.plan.memory import static_memory
+
+    model, optimizer, _ = training.build(training.Case(flags=flags))
+    args = get_args()
+    weights = gradients = main = moments = 0
+    for chunk in model:
+        for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
+            held = [buffer.param_data] if buffer.param_data is not None else buffer.params
+            weights += sum(tensor.nbytes for tensor in held)
+            gradients += buffer.grad_data.nbytes
+    for part in getattr(optimizer, "chained_optimizers", None) or [optimizer]:
+        initialize_state(part.optimizer)
+        for group in part.optimizer.param_groups:
+            for parameter in group["params"]:
+                state = part.optimizer.state[parameter]
+                moments += state["exp_avg"].nbytes + state["exp_avg_sq"].nbytes
+                # Of an fp32 model the optimizer changes the weights themselves.
+                main += parameter.nbytes if args.bf16 else 0
+    planned = static_memory(args, layout_of(args), torch.distributed.get_rank())
+    return (
+        (weights, gradients, main, moments),
+        (planned.weights, planned.gradients, planned.main_weights, planned.moments),
+    )

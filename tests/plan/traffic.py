@@ -72,3 +72,35 @@ def step_traffic(flags: str) -> Counter[tuple[str, tuple[int, ...], int]]:
             get_forward_backward_func(),
         )
     return traffic.calls
+
+
+NAMES = {
+    "allreduce": "all-reduce",
+    "allgather": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "alltoall": "all-to-all",
+}
+SMALLEST = 64
+"""Bytes of a message that counts; smaller ones are losses, norms, flags and counts of tokens."""
+
+
+def given_and_planned(flags: str) -> tuple[dict[tuple[str, int], int], dict[tuple[str, int], int]]:
+    """Return the bytes that this rank hands over in a step, by operation and number of ranks, counted and planned."""
+    from megatron.training import get_args
+
+    from megagate.plan.communication import step_transfers
+    from megagate.plan.layout import layout_of
+
+    given: Counter[tuple[str, int]] = Counter()
+    for (name, ranks, size), calls in step_traffic(flags).items():
+        # The batch is broadcast to tensor-parallel ranks.
+        if len(ranks) == 1 or size <= SMALLEST or name == "broadcast_":
+            continue
+        operation = next((ours for theirs, ours in NAMES.items() if theirs in name), name)
+        given[operation, len(ranks)] += size * calls
+    args = get_args()
+    layout = layout_of(args)
+    planned: Counter[tuple[str, int]] = Counter()
+    for transfer in step_transfers(args, layout, layout.pipeline_rank(torch.distributed.get_rank())):
+        planned[transfer.operation, transfer.ranks] += transfer.given
+    return dict(given), dict(planned)

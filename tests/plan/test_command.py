@@ -1,0 +1,139 @@
+"""tools/plan.py: tables and JSON that agree, a search whose layouts are what it says, and one sentence for mistakes."""
+
+import contextlib
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megagate.errors import UserError
+from megagate.plan.command import main
+from tests.distributed import run_distributed
+
+QUICKSTART = ["examples/quickstart/recipe.yaml", "--vocab-size", "4096", "--bf16"]
+SMALL = [*QUICKSTART, "--gpus", "8", "--global-batch-size", "64"]
+MIXTURE = ["examples/moe_15a2b/recipe.yaml", "--gpus", "64", "--gpu", "h100"]
+
+
+def plan(*argv: str) -> tuple[int, str]:
+    """Run the command in this process, a rank of its own, and return its status and output."""
+    output, before = io.StringIO(), sys.argv
+    sys.argv = ["plan.py", *argv]
+    try:
+        with contextlib.redirect_stdout(output):
+            return main(), output.getvalue()
+    finally:
+        sys.argv = before
+
+
+def plans(commands: list[list[str]]) -> list[tuple[int, str]]:
+    return [plan(*command) for command in commands]
+
+
+@pytest.fixture(scope="module")
+def planned() -> list[tuple[int, Any]]:
+    """Return what several commands say: JSON, the same run on a smaller GPU's memory, and a search."""
+    commands = [
+        [*MIXTURE, "--json", "-", "--price-per-gpu-hour", "2"],
+        [*MIXTURE, "--json", "-", "--network", "100"],
+        [*MIXTURE, "--json", "-", "--gpu", "b200", "--tokens", "1e12"],
+        [*MIXTURE, "--json", "-", "--micro-batch-size", "4"],
+        [*SMALL, "--search", "--top", "3", "--json", "-"],
+    ]
+    results = run_distributed(plans, 1, commands, timeout=250)[0]
+    return [(status, json.loads(text)) for status, text in results]
+
+
+def test_numbers_are_consistent(planned: list[tuple[int, Any]]) -> None:
+    status, numbers = planned[0]
+    assert status == 0
+    model, memory, step, run = (numbers[key] for key in ("model", "memory", "step", "run"))
+    assert model["parameters"] == 15_778_553_856
+    assert sum(model["operations by part"].values()) == pytest.approx(1)
+    assert step["seconds"] == pytest.approx(sum(step["by cause"].values()))
+    (rank,) = memory["by pipeline rank"]
+    kinds = ("weights", "gradients", "main weights", "Adam's moments", "activations", "temporary", "reserve")
+    assert rank["total"] == sum(rank[kind] for kind in kinds)
+    assert rank["activations"] == sum(rank["activations of a micro batch"].values())  # one micro batch in flight
+    assert run["tokens"] == 100_000 * 1024 * 4096
+    assert run["GPU-hours"] == pytest.approx(run["days"] * 24 * 64)
+    assert run["GPU cost"] == pytest.approx(2 * run["GPU-hours"])
+    # bf16 weights, and an fp32 copy and two moments of each
+    assert run["checkpoint bytes"] == 14 * model["parameters"]
+    useful = model["operations per token"] * numbers["layout"]["tokens per step"] / step["seconds"] / 64
+    assert step["MFU"] == pytest.approx(useful / 989e12)
+
+
+def test_machines_differ_as_they_should(planned: list[tuple[int, Any]]) -> None:
+    h100, faster_network, b200, larger_batch = (numbers for _, numbers in planned[:4])
+    assert faster_network["step"]["seconds"] < h100["step"]["seconds"]
+    assert b200["step"]["seconds"] < h100["step"]["seconds"]
+    assert b200["step"]["MFU"] < h100["step"]["MFU"]
+    assert b200["run"]["tokens"] == 1e12
+    assert b200["memory"]["by pipeline rank"] == h100["memory"]["by pipeline rank"]
+
+
+def test_what_does_not_fit_is_a_failure(planned: list[tuple[int, Any]]) -> None:
+    status, numbers = planned[3]
+    (rank,) = numbers["memory"]["by pipeline rank"]
+    assert rank["total"] > 80 * 2**30
+    assert status == 1
+    assert numbers["memory"]["fits"] is False
+
+
+def test_search_finds_layouts_that_are_as_it_says(planned: list[tuple[int, Any]]) -> None:
+    status, numbers = planned[4]
+    assert status == 0
+    best = numbers["best"]
+    assert len(best) == 3
+    assert [layout["seconds"] for layout in best] == sorted(layout["seconds"] for layout in best)
+    assert any("tensor-model-parallel-size" in row["example"] for row in numbers["rejected"])
+    commands = [[*SMALL, *layout["flags"].split(), "--json", "-"] for layout in best]
+    for layout, (_, text) in zip(best, run_distributed(plans, 1, commands, timeout=100)[0], strict=True):
+        again = json.loads(text)
+        assert again["step"]["seconds"] == pytest.approx(layout["seconds"])
+        assert max(rank["total"] for rank in again["memory"]["by pipeline rank"]) == layout["memory"]
+
+
+def test_tables(tmp_path: Path) -> None:
+    target = tmp_path / "plan.json"
+    command = ["examples/moe_1t/recipe.yaml", "--gpus", "2048", "--gpu", "h200", "--json", str(target)]
+    ((status, text),) = run_distributed(plans, 1, [command], timeout=100)[0]
+    assert status == 0
+    for part in ("998,182,770,688 parameters", "pipeline rank", "all-to-all", "MFU", "GPU-hours", "assumed", "fits"):
+        assert part in text
+    assert json.loads(target.read_text(encoding="utf-8"))["layout"]["expert"] == 64
+
+
+def test_published_figures_are_met_to_a_third(capsys: pytest.CaptureFixture[str]) -> None:
+    ((status, text),) = run_distributed(plans, 1, [["--published"]], timeout=100)[0]
+    assert status == 0
+    rows = [line for line in text.splitlines() if "%" in line]
+    assert len(rows) == 6
+    with capsys.disabled():
+        print("\n" + text)
+    for row in rows:
+        (error,) = (word for word in row.split()[:6] if word.endswith("%"))
+        assert abs(int(error.rstrip("%"))) <= 33, row
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "give a recipe and --gpus"),
+        ([*SMALL, "--gpu", "h1000"], "--gpu h1000 is not known; did you mean h100.*known are a100, h100, h200, b200"),
+        ([*QUICKSTART, "--gpus", "0"], "--gpus must be at least 1, not 0"),
+        ([*QUICKSTART, "--gpus", "3"], "3 processes cannot hold tensor parallel 2"),
+        ([*QUICKSTART, "--gpus", "64"], "--global-batch-size 8 is not a multiple of --micro-batch-size 8 x data"),
+        ([*SMALL, "--tokenz", "3"], "--tokenz is no flag"),
+        (["nowhere.yaml", "--gpus", "8"], "cannot read the recipe nowhere.yaml"),
+        ([*SMALL, "--rampup-batch-size", "8", "8", "64"], "--rampup-batch-size changes what a step is"),
+        ([*SMALL, "--json", "nowhere/plan.json"], "cannot write nowhere/plan.json"),
+    ],
+)
+def test_mistakes(argv: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        run_distributed(plans, 1, [argv], timeout=100)
