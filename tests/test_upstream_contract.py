@@ -380,6 +380,23 @@ def test_datasets() -> None:
         assert f'get_path_to("{name}")' in building
 
 
+def test_plan() -> None:
+    """megagate/plan reads Megatron's layout of buffers, and lets it set up a model for a process group that is not."""
+    from megatron.core.optimizer.param_layout import BufferKey, PerBufferParamLayout
+    from megatron.training.models import dist_utils
+
+    assert {"params", "bucket_size", "data_parallel_world_size", "ddp_config"} <= parameters(
+        DistributedOptimizer.compute_full_param_layout
+    )
+    assert "is_expert_parallel" in {field.name for field in dataclasses.fields(BufferKey)}
+    assert {"param_index_map", "bucket_indices"} <= {field.name for field in dataclasses.fields(PerBufferParamLayout)}
+    wrapping = source(dist_utils)
+    assert "max(40000000, 1000000 * pg_collection.dp_cp.size())" in wrapping
+    assert "if disable_bucketing or pp_rank > 0" in wrapping
+    assert "if args.fake_process_group:" in source(megatron.training.initialize)
+    assert "self.start_param_sync_for_bucket_group_subset()" in source(DistributedOptimizer)
+
+
 def test_checkpoint_load() -> None:
     """megagate/checkpoint/load.py reads the arguments and the index of a distributed checkpoint."""
     assert parameters(load_common_state_dict) == {"checkpoint_dir"}

@@ -4,7 +4,6 @@ import os
 import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -26,11 +25,12 @@ def dry_run(*flags: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_rank_of_the_trillion_parameter_run() -> None:
-    began = time.monotonic()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     result = dry_run(*TRILLION, *"--world-size 16384 --rank 16383 --global-batch-size 8192".split())
     assert result.returncode == 0, result.stderr
-    assert time.monotonic() - began < 60
-    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < 4 * 1024**2  # KiB; the largest of all children
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 60  # on a machine that is not shared
+    assert after.ru_maxrss < 4 * 1024**2  # KiB; the largest of all children
     assert all(line.startswith("megagate: ") for line in result.stdout.splitlines()), result.stdout
     for expected in (
         "no data are given",
