@@ -55,7 +55,7 @@ def measure(prefix: str, documents: int, tokens: int) -> None:
 
     from megagate.data.tokenizer import build_tokenizer
     from megagate.data.validate import check_indexed_dataset, fingerprint
-    from megagate.pretrain.datasets import CheckedGPTDataset, DatasetConfig
+    from megagate.pretrain.checked_datasets import CheckedGPTDataset, DatasetConfig
 
     config = DatasetConfig(
         fingerprints=[fingerprint(prefix)],

@@ -25,7 +25,7 @@ import torch.utils._device
 from emerging_optimizers.orthogonalized_optimizers import AdaptiveMuon
 from megatron.core import optimizer as megatron_optimizer
 from megatron.core.datasets.gpt_dataset import GPTDataset
-from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, IndexedDatasetBuilder, _MMapBinReader
 from megatron.core.dist_checkpointing import gpt_checkpoint_interop
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.serialization import load_common_state_dict
@@ -58,8 +58,10 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from megatron.core.utils import get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
 from megatron.training import arguments as megatron_arguments
-from megatron.training import checkpointing
+from megatron.training import checkpointing, global_vars
 from megatron.training.argument_utils import hybrid_config_from_args, pretrain_cfg_container_from_args
+from megatron.training.datasets import data_samplers
+from megatron.training.datasets.fim_dataset import GPTFIMDataset
 from megatron.training.models import HybridModelConfig
 from megatron.training.theoretical_memory_usage import report_theoretical_memory
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -76,6 +78,7 @@ from megagate.model.router import GLOBAL_LOSS
 from megagate.platform import cpu
 from megagate.pretrain.arguments import DEFAULTS, NOT_AVAILABLE
 from megagate.pretrain.gate_checks import IN_THE_WAY
+from megagate.pretrain.sampler import CyclicSampler
 
 
 def parameters(function: Callable[..., Any]) -> set[str]:
@@ -371,7 +374,7 @@ def test_checkpoint_names_and_warm_start() -> None:
 
 
 def test_datasets() -> None:
-    """megagate/pretrain/datasets.py builds the index cache itself, and drops what only the building of it reads."""
+    """megagate/pretrain/checked_datasets.py builds the index cache, and drops what only the building of it reads."""
     building = source(GPTDataset._build_document_sample_shuffle_indices)
     epoch = source(GPTDataset._get_num_tokens_per_epoch)
     uses = building.count("self.indices") + epoch.count("self.indices")
@@ -395,6 +398,32 @@ def test_plan() -> None:
     assert "if disable_bucketing or pp_rank > 0" in wrapping
     assert "if args.fake_process_group:" in source(megatron.training.initialize)
     assert "self.start_param_sync_for_bucket_group_subset()" in source(DistributedOptimizer)
+
+
+def test_reading() -> None:
+    """megagate/pretrain/checked_datasets.py asks for the pages of a sample; what is read is tested there."""
+    assert "_MMapBinReader(" in source(IndexedDataset.initialize)
+    assert "numpy.memmap(self._bin_file_reader" in source(_MMapBinReader.__init__)
+
+
+def test_fill_in_the_middle() -> None:
+    """megagate/pretrain/fim.py gives each sample a generator of its own."""
+    drawing = source(GPTFIMDataset).count("self.np_rng.")
+    assert drawing == source(GPTFIMDataset._permute).count("self.np_rng.") + 1
+    assert "self._fim_split_and_permute_sequence(" in source(GPTFIMDataset._query_document_sample_shuffle_indices)
+
+
+def test_sampler() -> None:
+    """megagate/pretrain/sampler.py stands for the random sampler."""
+    made = {"dataset", "total_samples", "consumed_samples", "micro_batch_size", "data_parallel_rank"}
+    made |= {"data_parallel_size", "data_sharding"}
+    assert parameters(data_samplers.MegatronPretrainingRandomSampler) == parameters(CyclicSampler) == made
+    assert "MegatronPretrainingRandomSampler(" in source(data_samplers.build_pretraining_data_loader)
+
+
+def test_byte_tokenizer() -> None:
+    """megagate/pretrain/arguments.py has Megatron build it."""
+    assert "build_tokenizer(args)" in source(global_vars._build_tokenizer)
 
 
 def test_checkpoint_load() -> None:

@@ -12,11 +12,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron.training import arguments as megatron_arguments
+from megatron.training import global_vars
 from megatron.training.global_vars import get_tokenizer, set_global_variables
 
 from megagate.checkpoint.fit import check_fits
 from megagate.checkpoint.save import add_keep_arguments, check_keep
 from megagate.checkpoint.warm_start import choose_start
+from megagate.data.tokenizer import BYTE_LEVEL, build_as_megatron
 from megagate.data.validate import check_indexed_dataset
 from megagate.errors import UserError, reason
 from megagate.gate.config import (
@@ -38,7 +40,7 @@ from megagate.model.pattern import (
     stage_sizes,
 )
 from megagate.platform import cpu, on_cpu
-from megagate.pretrain import data_record
+from megagate.pretrain import data_record, fim
 from megagate.pretrain.datasets import dataset_prefixes
 from megagate.pretrain.gate_checks import add_gate_training_arguments, check_gate
 from megagate.pretrain.layout import check_layout
@@ -75,7 +77,6 @@ NOT_AVAILABLE: dict[str, str] = {
     "heterogeneous_layers_config_path": "--heterogeneous-layers-config-path is not supported: leave it out",
     "dataloader_inter_document_masking": "--dataloader-inter-document-masking needs packed attention, which the torch "
     "backend does not have: use --reset-attention-mask",
-    "fim_data": "--fim-data (fill-in-the-middle) is not there yet: leave it out",
     "sft": "--sft (supervised fine-tuning) is not there: leave it out",
     "per_dataset_sequences_path": "--per-dataset-sequences-path is not there: leave it out, lengths are read anyway",
     "use_checkpoint_args": "--use-checkpoint-args is not there yet: give the recipe that wrote the checkpoint",
@@ -230,6 +231,8 @@ def _add_own_arguments(parser: argparse.ArgumentParser) -> None:
     add_telemetry_arguments(parser)
     add_keep_arguments(parser)
     add_spike_arguments(parser)
+    types = parser._option_string_actions["--tokenizer-type"]
+    types.choices = [*(types.choices or ()), BYTE_LEVEL]
     parser.set_defaults(**DEFAULTS)
 
 
@@ -276,6 +279,8 @@ def complete(args: argparse.Namespace) -> None:
             "--reset-position-ids has no effect with --position-embedding-type rope, which depends on distances only: "
             "leave it out; --reset-attention-mask alone keeps documents apart"
         )
+    if not args.data_sharding:
+        raise UserError("--no-data-sharding has no effect: --dataloader-type cyclic never shards; leave it out")
     args.create_attention_mask_in_dataloader |= args.reset_attention_mask
     forced = torch_backend.ARGUMENTS | (cpu.ARGUMENTS if on_cpu() else {})
     for name, value in forced.items():
@@ -433,11 +438,14 @@ def validate(args: argparse.Namespace) -> None:
         UserError: Megatron's own refusal, or a tokenizer that cannot be built.
     """
     chosen_padding = getattr(args, "padded_vocab_size", None)
+    global_vars.build_tokenizer = build_as_megatron
     try:
         megatron_arguments.validate_args(args)
         set_global_variables(args)
     except (AssertionError, ValueError, RuntimeError, OSError) as error:
         raise UserError(f"Megatron refuses the arguments: {reason(error)}") from error
+    if args.fim_data:
+        fim.check(args, get_tokenizer())
     # An embedding may have rows that no token of the tokenizer uses, as many published models have.
     args.tokenizer_vocab_size = max(get_tokenizer().vocab_size, args.vocab_size or 0)
     # Megatron pads to a multiple of divisor x TP; the least common multiple gives all usual TP sizes one shape, so

@@ -11,7 +11,7 @@ from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megagate.checkpoint import save, torch_adam
 from megagate.gate.config import describe, gate_config_from_args
 from megagate.model.builder import model_config
-from megagate.pretrain import flops, gate_optimizer, spikes, stop, supervised
+from megagate.pretrain import flops, gate_optimizer, sampler, spikes, stop, supervised
 from megagate.pretrain.batch import forward_step
 from megagate.pretrain.datasets import dataset_provider
 from megagate.telemetry import loop as telemetry
@@ -24,6 +24,14 @@ def use_prebuilt_index_builder() -> None:
     dataset_utils.compile_helpers = lambda: None
 
 
+def fork_loader_workers() -> None:
+    """Have workers of data loaders forked, also under a Python whose default is another.
+
+    Megatron's loader gives them a function that cannot be sent to a process that does not inherit it.
+    """
+    torch.multiprocessing.set_start_method("fork", force=True)
+
+
 def train(args: argparse.Namespace) -> None:
     """Train as `args` says, from initialisation or a checkpoint, and save.
 
@@ -33,6 +41,7 @@ def train(args: argparse.Namespace) -> None:
         RuntimeError: Megatron gave up on the checkpoint it should load.
     """
     use_prebuilt_index_builder()
+    fork_loader_workers()
     torch_adam.apply()
     gate_optimizer.apply()
     flops.apply()
@@ -42,6 +51,7 @@ def train(args: argparse.Namespace) -> None:
     save.apply()
     spikes.apply(args)
     supervised.apply(args)
+    sampler.apply()
     config = pretrain_cfg_container_from_args(args, model_config(args))
     if args.rank == 0:
         gate = gate_config_from_args(args)

@@ -224,7 +224,6 @@ UNAVAILABLE_FLAGS = {
     "mtp_num_layers": ["--mtp-num-layers", "1"],
     "heterogeneous_layers_config_path": ["--heterogeneous-layers-config-path", "x"],
     "dataloader_inter_document_masking": ["--dataloader-inter-document-masking"],
-    "fim_data": ["--fim-data"],
     "sft": ["--sft"],
     "per_dataset_sequences_path": ["--per-dataset-sequences-path", "x.json"],
     "use_checkpoint_args": ["--use-checkpoint-args"],

@@ -10,7 +10,7 @@ import torch
 from tests.data.datasets import write_dataset
 from tests.distributed import run_distributed
 from tests.model.training import SEQUENCE, VOCABULARY, build, fill
-from tests.pretrain.indexed import DataCase
+from tests.pretrain.indexed import DataCase, whole_sequences
 
 END = VOCABULARY - 2
 """The tokenizer's end-of-document token."""
@@ -52,6 +52,26 @@ def compare(flags: str) -> dict[str, Any]:
     return {"difference": worst, "documents": documents, "masked": masked, "ends": ends}
 
 
+def losses(flags: str) -> list[list[list[float]]]:
+    """Return the losses of whole sequences, step by step, from the same weights on every layout."""
+    from megatron.training.training import build_train_valid_test_data_iterators
+
+    from megagate.pretrain.batch import get_batch
+    from megagate.pretrain.datasets import dataset_provider
+
+    model, _, _ = build(DataCase(flags=flags, initial=True))
+    fill(model)
+    model[0].eval()
+    iterator = build_train_valid_test_data_iterators(dataset_provider)[0]
+    result = []
+    with torch.no_grad():
+        for _ in range(STEPS):
+            batch: Any = get_batch(iterator, None)
+            part = model[0](batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"])
+            result.append(whole_sequences(part).tolist())
+    return result
+
+
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Flags for documents of 1 to 11 tokens and an end."""
@@ -68,6 +88,13 @@ def test_documents_do_not_see_each_other(data: str) -> None:
     assert result["documents"] > 2 * 8 * STEPS
     assert result["difference"] < 1e-5
     assert result["masked"] == result["ends"]  # what follows an end is another document's business
+
+
+def test_nor_under_context_parallelism(data: str) -> None:
+    flags = f"{data} --reset-attention-mask --eod-mask-loss"
+    (alone,) = run_distributed(losses, 1, flags)
+    for parts in run_distributed(losses, 2, f"{flags} --context-parallel-size 2"):
+        np.testing.assert_allclose(parts, alone, atol=1e-5)
 
 
 def test_by_default_they_do(data: str) -> None:

@@ -8,7 +8,7 @@ import pytest
 from tests.data.datasets import write_dataset
 from tests.distributed import run_distributed
 from tests.model.training import GLOBAL_BATCH, build
-from tests.pretrain.indexed import DataCase
+from tests.pretrain.indexed import DataCase, whole_sequences
 
 STEPS = 4
 MODEL = "--num-layers 2 --ffn-hidden-size 48 --num-query-groups 4 --micro-batch-size 2 --seed 5"
@@ -20,25 +20,31 @@ Read = tuple[int, list[list[list[int]]]]
 
 
 def read(flags: str, consumed: int) -> Read | None:
-    """Return what this rank reads in the steps after `consumed` samples; None where it reads nothing."""
+    """Return what this rank reads after `consumed` samples to the end of the run; None where it reads nothing."""
     from megatron.core import parallel_state
-    from megatron.core.num_microbatches_calculator import get_num_microbatches
+    from megatron.core.num_microbatches_calculator import get_num_microbatches, update_num_microbatches
     from megatron.training import get_args
     from megatron.training.training import build_train_valid_test_data_iterators
 
+    from megagate.pretrain import sampler
     from megagate.pretrain.batch import get_batch
     from megagate.pretrain.datasets import dataset_provider
 
     multiprocessing.set_start_method("fork", force=True)  # as in a run; ranks of tests are spawned
+    sampler.apply()
     build(DataCase(flags=flags, initial=True))
     args = get_args()
     args.consumed_train_samples, args.iteration = consumed, consumed // GLOBAL_BATCH
     iterator = build_train_valid_test_data_iterators(dataset_provider)[0]
+    ranks = parallel_state.get_data_parallel_world_size()
     batches = []
-    for _ in range((STEPS - args.iteration) * get_num_microbatches()):
-        tokens = get_batch(iterator, None)["tokens"]
-        if tokens is not None:
-            batches.append(tokens.tolist())
+    while consumed < STEPS * GLOBAL_BATCH:
+        update_num_microbatches(consumed, consistency_check=False)
+        for _ in range(get_num_microbatches()):
+            tokens = get_batch(iterator, None)["tokens"]
+            if tokens is not None:
+                batches.append(whole_sequences(tokens).tolist())
+        consumed += get_num_microbatches() * args.micro_batch_size * ranks
     return (parallel_state.get_data_parallel_rank(), batches) if batches else None
 
 
@@ -81,6 +87,7 @@ def expected(data: str) -> list[list[int]]:
         pytest.param(2, "--num-workers 1", id="data2"),
         pytest.param(2, f"{TENSOR2} --num-workers 0", id="tensor2"),
         pytest.param(2, "--pipeline-model-parallel-size 2 --num-workers 0", id="pipeline2"),
+        pytest.param(2, "--context-parallel-size 2 --num-workers 0", id="context2"),
         pytest.param(2, f"{EXPERTS} --expert-model-parallel-size 2 --num-workers 0", id="expert2"),
         pytest.param(2, "--micro-batch-size 1 --num-workers 2", id="data2-smaller-micro-batches"),
     ],
@@ -96,3 +103,25 @@ def test_a_resumed_run_neither_repeats_nor_skips(
 ) -> None:
     consumed = step * GLOBAL_BATCH
     assert in_order(run_distributed(read, ranks, f"{data} {layout}", consumed, timeout=100)) == expected[consumed:]
+
+
+BYTES = (
+    "--tokenizer-type ByteLevelTokenizer --tokenizer-special-tokens <fim_prefix> <fim_middle> <fim_suffix> <fim_pad> "
+    "--vocab-size 320"
+)
+VARIANTS = {
+    "cyclic": "--dataloader-type cyclic",
+    "batch-size-ramp-up": f"--rampup-batch-size 4 4 8 --train-samples {STEPS * GLOBAL_BATCH}",
+    "fill-in-the-middle": f"{BYTES} --fim-data --fim-rate 0.9",
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variants(data: str, expected: list[list[int]], variant: str) -> None:
+    flags = f"{data} {VARIANTS[variant]}"
+    samples = in_order(run_distributed(read, 1, f"{flags} --num-workers 0", 0))
+    assert len(samples) == len(expected)
+    assert (samples == expected) == (variant == "batch-size-ramp-up")
+    assert in_order(run_distributed(read, 1, f"{flags} --num-workers 2", GLOBAL_BATCH)) == samples[GLOBAL_BATCH:]
+    for layout in ("--micro-batch-size 1 --num-workers 1", TENSOR2):
+        assert in_order(run_distributed(read, 2, f"{flags} {layout}", 0)) == samples
