@@ -21,6 +21,14 @@ node="${SLURMD_NODENAME:-$(hostname)}"
 if [ -n "${MEGAGATE_SUPERVISE:-}" ]; then
     # Tracebacks and torchrun's reports: to a file of this node too.
     mkdir -p "$MEGAGATE_SUPERVISE/nodes"
+    # What killed ranks of an earlier attempt left behind may still hold the GPU's memory.
+    for environ in /proc/[0-9]*/environ; do
+        if grep -qszFx "MEGAGATE_SUPERVISE=$MEGAGATE_SUPERVISE" "$environ" &&
+            ! grep -qszFx "MEGAGATE_ATTEMPT=${MEGAGATE_ATTEMPT:-0}" "$environ"; then
+            pid="${environ#/proc/}"
+            kill -KILL "${pid%/environ}" 2>/dev/null || true
+        fi
+    done
     exec 2> >(trap '' USR1 USR2 TERM INT; exec tee -a "$MEGAGATE_SUPERVISE/nodes/$node.log" >&2)
 fi
 

@@ -34,9 +34,15 @@ def received() -> str | None:
 
 
 def install() -> None:
-    """Note the signals from now on; a rank that is still starting ends after its first step."""
+    """Note the signals from now on; a rank that is still starting ends after its first step.
+
+    Processes that the rank starts, such as the one that checkpoints need, get the signals too when a whole job gets
+    them. They inherit from this thread that it blocks them; another thread takes them for the rank.
+    """
     for number in STOP_SIGNALS:
         signal.signal(number, _note)
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
 
 
 def _note(number: int, frame: FrameType | None) -> None:
@@ -49,7 +55,8 @@ def _note(number: int, frame: FrameType | None) -> None:
 def over() -> None:
     """Ignore the signals from now on: Python, as it ends, would give them back their power to kill."""
     for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+        if signal.getsignal(number) is _note:
+            signal.signal(number, signal.SIG_IGN)
 
 
 def apply(args: argparse.Namespace) -> None:
@@ -89,10 +96,9 @@ class WorkerStart:
         """Run the loader's own start, then deal with signals."""
         if self.original is not None:
             self.original(worker)
-        for number in (signal.SIGUSR1, signal.SIGINT):
-            signal.signal(number, signal.SIG_IGN)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         # SIGTERM from the rank is how Python ends its workers; from anyone else it is meant for the rank.
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
 
 

@@ -5,6 +5,7 @@ attempt as a step of the job. On one machine it starts torchrun.
 """
 
 import fcntl
+import math
 import os
 import signal
 import subprocess
@@ -23,6 +24,8 @@ from megagate.supervise.watch import Watch
 
 TRAINER = "megagate.pretrain"
 END_TIME_VARIABLE = "MEGAGATE_END_TIME"
+LAST_SECONDS = 30.0
+"""Before a job's time limit, to put it back into the queue: one that has run out of time does not come back."""
 
 
 @dataclass(frozen=True)
@@ -118,12 +121,14 @@ class Supervisor:
         environment[records.ATTEMPT_VARIABLE] = str(number)
         environment["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"] = str(self.folder.resolve() / "flight_recorder_rank_")
         fields: dict[str, Any] = {"attempt": number, "from": self._saved(), "host": records.host()}
+        last_moment = math.inf
         if slurm.job() is not None:
             restart = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
             fields |= {"job": slurm.job(), "restart": restart, "nodes": slurm.nodes()}
             left = slurm.seconds_left()
             if left is not None:
-                environment[END_TIME_VARIABLE] = f"{time.time() + left - self._margin():.0f}"
+                last_moment = time.time() + left - min(LAST_SECONDS, left / 4)
+                environment[END_TIME_VARIABLE] = f"{time.time() + left - min(self._margin(), left / 4):.0f}"
         self.history.add("attempt", **fields)
         if self.settings.preflight is not None:
             unfit = self._unfit(environment)
@@ -131,7 +136,7 @@ class Supervisor:
                 return replace(unfit[0], saved=self._saved()), unfit[1]
         limits = self.settings.hang_after, self.settings.start_limit
         watch = Watch(self._trainer(), environment, self.folder, *limits, lock)
-        attempt = watch.run(lambda: self._stop)
+        attempt = watch.run(lambda: self._stop, last_moment)
         return replace(attempt, saved=self._saved()), watch.details
 
     def _unfit(self, environment: dict[str, str]) -> tuple[Attempt, dict[str, Any]] | None:

@@ -1,6 +1,7 @@
 """One attempt from its start to its end: its output, its signals, its hangs, and what they say about its end."""
 
 import contextlib
+import math
 import re
 import signal
 import subprocess
@@ -124,13 +125,20 @@ class Watch:
         )
         self._log = Log(self._child.stdout)
 
-    def run(self, stop: Callable[[], str | None]) -> Attempt:
-        """Wait for the end and say what it was; `stop` returns the signal that told the supervisor to end."""
+    def run(self, stop: Callable[[], str | None], last_moment: float = math.inf) -> Attempt:
+        """Wait for the end and say what it was.
+
+        Args:
+            stop: returns the signal that told the supervisor to end, if one did.
+            last_moment: seconds since 1970 at which ranks that were told to end, and have not, are ended.
+        """
         told_at = 0.0
         while self._child.poll() is None:
             if stop() is not None and time.time() - told_at > AGAIN:
                 self._told, told_at = stop(), time.time()
                 self._send("USR1")
+            if self._told is not None and time.time() > last_moment:
+                self.kill()
             if not self._hung and self._silent_for() > 0:
                 self._end_hang()
             time.sleep(POLL)

@@ -15,10 +15,10 @@ from tests.training import TINY
 
 def test_a_warning_before_the_time_limit(cluster: Cluster, tmp_path: Path) -> None:
     """It saves, is requeued, resumes and ends; meanwhile a second job of the same name waits."""
-    run = Run(cluster, tmp_path / "run", steps=60, name="warned")
-    job = run.submit()
+    run = Run(cluster, tmp_path / "run", steps=40, name="warned")
+    job = run.submit(interval=4)
     second = run.submit()
-    run.wait_for_step(4)
+    run.wait_for_step(5)
     assert cluster.job(second)["Reason"] == "Dependency"
     cluster.run("scancel", second)
     cluster.run("scancel", "--signal=USR1", "--batch", job)  # as --signal=B:USR1 does
@@ -26,10 +26,10 @@ def test_a_warning_before_the_time_limit(cluster: Cluster, tmp_path: Path) -> No
     run.wait_for_state(job, "COMPLETED")
     first, last = run.ends()
     assert (first["kind"], first["decision"], first["signal"]) == ("stopped", "requeue", "SIGUSR1"), run.log()
-    assert 4 <= first["saved"] == first["step"] == last["started_at"] < 60
-    assert (last["kind"], last["decision"], last["step"], last["saved"]) == ("finished", "done", 60, 60)
+    assert 5 <= first["saved"] == first["step"] == last["started_at"] < 40
+    assert (last["kind"], last["decision"], last["step"], last["saved"]) == ("finished", "done", 40, 40)
     assert first["steps_lost"] == last["steps_lost"] == 0
-    run.check_equals_uninterrupted()
+    run.check_equals_uninterrupted(interval=4)
     assert "2: 1 stopped, 1 finished; 0 steps done again" in screen(run.save)
 
 
@@ -41,10 +41,11 @@ def test_srun_without_torchrun(cluster: Cluster, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.timeout(1500)
 def test_the_time_limit_itself(cluster: Cluster, tmp_path: Path) -> None:
-    run = Run(cluster, tmp_path / "run", steps=500, name="limited")
-    job = run.submit("--time", "00:01:00", "--warn", "30", trainer=("--log-interval", "1"))
-    wait_for(lambda: cluster.job(job)["JobState"] == "COMPLETED", 280, run.log())
+    run = Run(cluster, tmp_path / "run", steps=1500, name="limited")
+    job = run.submit("--time", "00:02:00", "--warn", "50")
+    wait_for(lambda: cluster.job(job)["JobState"] == "COMPLETED", 1200, run.log())
     ends = run.ends()
     assert len(ends) > 1 and {end["kind"] for end in ends[:-1]} == {"stopped"}, run.log()
     assert sum(end["steps_lost"] for end in ends) == 0
