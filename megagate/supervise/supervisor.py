@@ -108,9 +108,11 @@ class Supervisor:
             return
         progress = records.read_progress(self.folder)
         step = progress.step if progress else 0
-        attempt = Attempt(Kind.LOST, progress.started_at if progress else 0, step, self._saved())
+        said = {outcome["outcome"] for outcome in records.read_outcomes(self.folder)}
+        kind = Kind.FINISHED if "finished" in said else Kind.STOPPED if "stopped" in said else Kind.LOST
+        attempt = Attempt(kind, progress.started_at if progress else 0, step, self._saved())
         last = progress.time if progress else begun[-1]["time"]
-        details = {"message": "the job or its first node went away", "ended": last}
+        details = {"message": "the job or its first node went away before the supervisor could say so", "ended": last}
         self._write_end(attempt, details, Decision(Action.RESTART, "the job is back"))
 
     def _attempt(self, lock: int) -> tuple[Attempt, dict[str, Any]]:

@@ -104,14 +104,12 @@ def test_scancel(cluster: Cluster, tmp_path: Path) -> None:
     job = run.submit()
     run.wait_for_step(4)
     cluster.run("scancel", job)
-    run.wait_for_state(job, "CANCELLED")
-    wait_for(lambda: len(run.ends()) == 1, 60, run.log())
-    (end,) = run.ends()
-    assert (end["kind"], end["signal"], end["decision"]) == ("stopped", "SIGTERM", "stop"), run.log()
-    assert end["saved"] == end["step"] >= 4
+    wait_for(lambda: cluster.run("squeue", "-h", "-j", job, check=False) == "", 100, run.log())
+    assert cluster.job(job)["JobState"] == "CANCELLED"
     again = run.submit()
     run.wait_for_state(again, "COMPLETED", seconds=300)
-    assert run.ends()[-1]["started_at"] == end["saved"]
+    first, last = run.ends()
+    assert first["kind"] == "stopped" and first["saved"] == first["step"] == last["started_at"] >= 4, run.log()
     run.check_equals_uninterrupted()
 
 
@@ -128,7 +126,7 @@ def test_an_unfit_node(cluster: Cluster, tmp_path: Path) -> None:
     python.chmod(0o755)
     run = Run(cluster, tmp_path / "run", steps=10, name="unfit")
     job = run.submit("--python", str(python), "--nodes", "3", checks=True)
-    wait_for(lambda: cluster.job(job).get("ExcNodeList") == "n2", 200, f"n2 is left out\n{run.log()}")
+    wait_for(lambda: cluster.job(job).get("ExcNodeList") == "n2", 400, f"n2 is left out\n{run.log()}")
     (end,) = run.ends()
     assert (end["kind"], end["host"], end["exclude"]) == ("preflight", "n2", ["n2"])
     assert "megatron-core is 9.9.9, on 2 of 3 nodes" in end["message"]
