@@ -10,6 +10,7 @@ the checkpoints, as SAVE/supervise/job.sbatch; submitting the same run again goe
 import argparse
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -142,13 +143,13 @@ def main() -> int:
     if args.dry_run:
         print(text, end="")
         return 0
+    if shutil.which("sbatch") is None:
+        raise UserError("there is no sbatch here: submit from a login node of a Slurm cluster, or --dry-run")
     path = save / FOLDER / "job.sbatch"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, text)
         done = subprocess.run(["sbatch", str(path)], cwd=ROOT, capture_output=True, text=True, check=False)
-    except FileNotFoundError as error:
-        raise UserError("there is no sbatch here: submit from a login node of a Slurm cluster, or --dry-run") from error
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}; correct --save") from error
     if done.returncode:

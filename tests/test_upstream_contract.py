@@ -285,6 +285,25 @@ def test_pretrain_flops() -> None:
     assert report_theoretical_memory(argparse.Namespace(hybrid_layer_pattern="*-")) is None
 
 
+def test_pretrain_life_of_a_run() -> None:
+    """megagate/pretrain/{stop,spikes,supervised}.py and checkpoint/save.py work between the steps of the loop."""
+    training = megatron.training.training
+    duration = "train_time > args.exit_duration_in_mins"
+    for function in (training.evaluate, training.checkpoint_and_decide_exit):
+        assert duration in source(function) and "(time.time() - _TRAIN_START_TIME) / 60.0" in source(function)
+    loop = re.sub(r"\s+", " ", source(training.train))
+    returned = "loss_dict, skipped_iter, should_checkpoint, should_exit, exit_code, grad_norm, num_zeros_in_grad,"
+    assert returned in loop and ") = train_step(" in loop and "iteration=iteration" in loop
+    assert "if (iteration + 1) in args.iterations_to_skip" in loop
+    assert "args.curr_iteration = iteration" in loop
+    assert "sys.exit(exit_code)" in loop
+    assert "build_pretraining_data_loader(" in source(training.build_train_valid_test_data_loaders)
+    assert "save_checkpoint(" in source(training.save_checkpoint_and_time)
+    saving = source(checkpointing.save_checkpoint)
+    saved, moved = saving.index("dist_checkpointing.save("), saving.index("with maybe_msc.open(tracker_filename, 'w')")
+    assert saved < moved < saving.index("async_save_request.add_finalize_fn(iter_finalize_fn)")
+
+
 def test_pretrain_gate_checks() -> None:
     """megagate/pretrain/gate_checks.py refuses what is wrong for now: see whether it still is."""
     forward = source(Attention.forward)

@@ -1,15 +1,18 @@
 """The shell scripts and what launch/submit.py makes of them, without a cluster."""
 
+import importlib.util
 import os
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import yaml
 
+from megagate.errors import run_command
 from megagate.pretrain import slurm
 from tests.distributed import ROOT
 from tests.launch.runs import recipe
@@ -31,16 +34,20 @@ def check_shell(*paths: Path) -> None:
     assert checked.returncode == 0, checked.stdout
 
 
-def submit(*words: str, directory: Path = ROOT) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, str(ROOT / "launch" / "submit.py"), *words],
-        cwd=directory,
-        env=dict(os.environ, PATH="/usr/bin:/bin"),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+@pytest.fixture
+def submit(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Callable[..., tuple[int, str, str]]:
+    """Run launch/submit.py with words; return its status, output and errors."""
+    spec = importlib.util.spec_from_file_location("submit", ROOT / "launch" / "submit.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+
+    def run(*words: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["launch/submit.py", *words])
+        with pytest.raises(SystemExit) as ending:
+            run_command(module.main)
+        return ending.value.code, *capsys.readouterr()
+
+    return run
 
 
 def test_shipped_scripts() -> None:
@@ -57,13 +64,14 @@ def test_shipped_scripts() -> None:
         "--nodes 2 --container a.sif --container-runtime apptainer",
     ],
 )
-def test_the_script_for_a_recipe(options: str, tmp_path: Path) -> None:
-    done = submit("examples/quickstart/recipe.yaml", *options.split(), "--dry-run", "--", "--data-path", "a b'c")
-    assert done.returncode == 0, done.stderr
+def test_the_script_for_a_recipe(options: str, tmp_path: Path, submit: Callable[..., tuple[int, str, str]]) -> None:
+    recipe_path = str(ROOT / "examples" / "quickstart" / "recipe.yaml")
+    status, text, errors = submit(recipe_path, *options.split(), "--dry-run", "--", "--data-path", "a b'c")
+    assert (status, errors) == (0, "")
     script = tmp_path / "job.sbatch"
-    script.write_text(done.stdout)
+    script.write_text(text)
     check_shell(script)
-    given = dict(re.findall(r"^#SBATCH (--[\w-]+)=?(.*)$", done.stdout, flags=re.MULTILINE))
+    given = dict(re.findall(r"^#SBATCH (--[\w-]+)=?(.*)$", text, flags=re.MULTILINE))
     assert {"--requeue", "--dependency", "--open-mode", "--signal", "--time"} <= set(given)
     assert given["--job-name"] == "quickstart"
     assert given["--nodes"] == options.split()[1]
@@ -74,7 +82,7 @@ def test_the_script_for_a_recipe(options: str, tmp_path: Path) -> None:
         [
             "bash",
             "-c",
-            f'sbatch() {{ :; }}; {re.search("^set -- .*$", done.stdout, flags=re.MULTILINE)[0]}; printf "%s\\n" "$@"',
+            f'sbatch() {{ :; }}; {re.search("^set -- .*$", text, flags=re.MULTILINE)[0]}; printf "%s\\n" "$@"',
         ],
         capture_output=True,
         text=True,
@@ -95,23 +103,27 @@ def test_the_script_for_a_recipe(options: str, tmp_path: Path) -> None:
     ],
 )
 def test_refused_in_one_sentence(
-    words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    words: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    submit: Callable[..., tuple[int, str, str]],
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(recipe(TINY) | {"save": str(tmp_path / "save")}))
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "env").symlink_to("/usr/bin/env")
-    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "launch" / "submit.py"), *words],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 2, done.stdout
-    assert re.search(message, done.stderr), done.stderr
-    assert len(done.stderr.splitlines()) == 1, done.stderr
+    monkeypatch.setenv("PATH", str(tmp_path))
+    status, _, errors = submit(*words)
+    assert status == 2
+    assert re.search(message, errors), errors
+    assert len(errors.splitlines()) == 1, errors
+    assert not (tmp_path / "save").exists()
+
+
+def test_help() -> None:
+    words = [sys.executable, str(ROOT / "launch" / "submit.py"), "--help"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "--dry-run" in done.stdout
 
 
 def test_counts_in_short_form() -> None:
