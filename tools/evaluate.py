@@ -1,8 +1,9 @@
 """Measure a checkpoint: python tools/evaluate.py perplexity --help"""
 
 import argparse
+import os
 
-from megagate.errors import run_command
+from megagate.errors import EXIT_USER_ERROR, UserError, run_command
 from megagate.evaluate import perplexity, sinks
 
 MEASUREMENTS = {"perplexity": perplexity, "sinks": sinks}
@@ -17,7 +18,12 @@ def main() -> int:
         subparser = subparsers.add_parser(name, help=summary, description=summary, allow_abbrev=False)
         module.add_arguments(subparser)
     options = parser.parse_args()
-    return MEASUREMENTS[options.measurement].run(options)
+    try:
+        return MEASUREMENTS[options.measurement].run(options)
+    except UserError:
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # once on each machine
+            raise
+        return EXIT_USER_ERROR
 
 
 if __name__ == "__main__":

@@ -1,20 +1,30 @@
 """Held-out token files as windows in which every token is predicted once.
 
 The documents of a dataset stand one after the other, as in training, and the stream is cut into windows of
-`seq_length` inputs. A window's labels are its inputs moved by one token, and the next window begins with the last label
-of this one:
+`seq_length` inputs. A window's labels are its inputs moved by one token, and the next window begins `stride` tokens
+after it. By default that is `seq_length`, and it begins with the last label of this one:
 
-    stream    a b c d e f g h          seq_length 3
+    stream    a b c d e f g h          seq_length 3, stride 3
     inputs    a b c | d e f | g
     labels    b c d | e f g | h
 
 So all tokens but the very first of a dataset are predicted exactly once, each from at most `seq_length` tokens before
 it, which may belong to the documents before its own. The last window is as short as what is left.
+
+With a smaller stride windows overlap, and of the labels of a window only those count that no window before it has
+predicted, its last `stride` ones; all of the first window:
+
+    stream    a b c d e f              seq_length 3, stride 1
+    inputs    a b c | b c d | c d e
+    count     b c d |     e |     f
+
+So a token is still predicted exactly once, and each after the first window from at least `seq_length` - `stride` + 1
+tokens before it.
 """
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -40,33 +50,52 @@ def count_tokens(dataset: Any) -> int:
     return int(dataset.sequence_lengths.sum(dtype=np.int64))
 
 
-def windows(dataset: Any, seq_length: int) -> Iterator[np.ndarray]:
-    """Yield the windows of the stream: int64 arrays of `seq_length` + 1 tokens, the last one of 2 at least.
+class Window(NamedTuple):
+    """Inputs and labels in one: the inputs are all but the last token, the labels all but the first."""
 
-    A window is inputs and labels in one: the inputs are all but its last token, the labels all but its first.
+    tokens: np.ndarray
+    """int64 [s + 1], or of several windows [b, s + 1]."""
+    counted: Any
+    """How many of the last labels count, at least one; of several windows int64 [b]."""
+
+
+def windows(dataset: Any, seq_length: int, stride: int | None = None) -> Iterator[Window]:
+    """Yield the windows of the stream, of `seq_length` + 1 tokens, the last one of 2 at least.
+
+    Args:
+        dataset: documents of tokens.
+        seq_length: inputs of a window.
+        stride: from the beginning of a window to that of the next, at most `seq_length`, which None stands for.
     """
+    stride = stride or seq_length
     rest = np.empty(0, np.int64)
+    predicted = 0  # of the labels in `rest`
     for index in range(len(dataset)):
         rest = np.concatenate([rest, dataset[index].astype(np.int64)])
         start = 0
         while len(rest) - start > seq_length:
-            yield rest[start : start + seq_length + 1]
-            start += seq_length
+            yield Window(rest[start : start + seq_length + 1], seq_length - predicted)
+            predicted = seq_length - stride
+            start += stride
         rest = rest[start:]
-    if len(rest) > 1:
-        yield rest
+    if len(rest) - 1 > predicted:
+        yield Window(rest, len(rest) - 1 - predicted)
 
 
-def batches(dataset: Any, seq_length: int, size: int) -> Iterator[np.ndarray]:
-    """Yield up to `size` windows of equal length at a time: int64 [b, s + 1]."""
-    batch: list[np.ndarray] = []
-    for window in windows(dataset, seq_length):
-        if batch and (len(batch) == size or len(window) != len(batch[0])):
-            yield np.stack(batch)
+def batches(dataset: Any, seq_length: int, size: int, stride: int | None = None) -> Iterator[Window]:
+    """Yield up to `size` windows of equal length at a time."""
+    batch: list[Window] = []
+
+    def joined() -> Window:
+        return Window(np.stack([window.tokens for window in batch]), np.array([window.counted for window in batch]))
+
+    for window in windows(dataset, seq_length, stride):
+        if batch and (len(batch) == size or len(window.tokens) != len(batch[0].tokens)):
+            yield joined()
             batch = []
         batch.append(window)
     if batch:
-        yield np.stack(batch)
+        yield joined()
 
 
 def token_counts(prefix: str, vocabulary_size: int) -> np.ndarray:

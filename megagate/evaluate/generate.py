@@ -25,6 +25,7 @@ from megagate.data.tokenizer import quiet
 from megagate.errors import UserError, reason
 from megagate.evaluate.decoder import Decoder
 from megagate.evaluate.directories import as_checkpoint, check_directory, is_hugging_face
+from megagate.evaluate.layout import refuse_ranks
 from megagate.evaluate.load import LoadedModel, find_checkpoint, load_model, one_process_arguments, tokenizer_of
 from megagate.evaluate.perplexity import check_tokenizer
 from megagate.evaluate.sampling import Sampling
@@ -292,6 +293,7 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         UserError: something in the options is missing or does not fit the checkpoint.
     """
+    refuse_ranks("tools/generate.py")
     for name in ("max_new_tokens", "micro_batch_size"):
         if getattr(options, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} must be positive, not {getattr(options, name)}")

@@ -1,4 +1,4 @@
-"""Rebuild a model from a Megatron checkpoint alone, on one process, whatever layout it was trained on.
+"""Rebuild a model from a Megatron checkpoint alone, on one process or more, whatever layout it was trained on.
 
     with load_model(Path("runs/quickstart/gated")) as loaded:
         logits = loaded.model(tokens, position_ids, None)
@@ -10,6 +10,7 @@ come through Megatron's own `load_checkpoint`, which puts tensor-, pipeline- and
 import argparse
 import contextlib
 import copy
+import math
 import os
 import sys
 import tempfile
@@ -23,6 +24,7 @@ import torch
 from megagate.checkpoint.load import TRACKER, checkpoint_arguments, find_complete
 from megagate.data.tokenizer import add_tokenizer_arguments, build_tokenizer, quiet
 from megagate.errors import UserError
+from megagate.evaluate.layout import Layout
 from megagate.platform import cpu, on_cpu
 
 ONE_PROCESS: dict[str, Any] = {
@@ -47,6 +49,9 @@ ONE_PROCESS: dict[str, Any] = {
     "distributed_backend": "nccl",
     "use_cpu_initialization": False,
 }
+
+STATE = ("expert_bias",)
+"""Ends of the names of tensors that are no parameters."""
 
 FORWARD_ONLY: dict[str, Any] = {
     "load": None,
@@ -82,7 +87,7 @@ class LoadedModel:
     model: torch.nn.Module
     """Megatron's HybridModel, in the dtype of training (wrapped by Float16Module for bf16 and fp16)."""
     args: argparse.Namespace
-    """The run's arguments, changed to one process and no training."""
+    """The run's arguments, changed to the ranks of this evaluation and no training."""
     checkpoint: Path
     iteration: int
 
@@ -151,7 +156,9 @@ def tokenizer_of(args: argparse.Namespace, tokenizer_model: str | None = None) -
 
 
 @contextlib.contextmanager
-def load_model(directory: Path, step: int | None = None, *, in_fp32: bool = False) -> Iterator[LoadedModel]:
+def load_model(
+    directory: Path, step: int | None = None, *, in_fp32: bool = False, layout: Layout | None = None
+) -> Iterator[LoadedModel]:
     """Load a checkpoint for evaluation; leaving the context takes down what Megatron keeps per process.
 
     For a process of its own: it also takes down what a training run in the same process has set up.
@@ -160,15 +167,18 @@ def load_model(directory: Path, step: int | None = None, *, in_fp32: bool = Fals
         directory: what `--save` named in training.
         step: the iteration to load, the newest complete one if None.
         in_fp32: compute in fp32, whatever the model was trained in.
+        layout: the ranks, which must all call this; one process if None.
 
     Raises:
-        UserError: there is no such checkpoint.
+        UserError: there is no such checkpoint, or it does not fit the layout.
     """
     checkpoint = find_checkpoint(directory, step)
     args = one_process_arguments(checkpoint)
     if in_fp32:
         args.bf16 = args.fp16 = False
         args.params_dtype = torch.float32
+    if layout is not None:
+        layout.apply(args)
     with one_process(args):
         with quiet(), hidden_output():
             model, iteration = _build_and_load(args)
@@ -177,10 +187,10 @@ def load_model(directory: Path, step: int | None = None, *, in_fp32: bool = Fals
 
 @contextlib.contextmanager
 def one_process(args: argparse.Namespace) -> Iterator[None]:
-    """Set Megatron up for models that this process alone holds, and take down what it keeps afterwards.
+    """Set Megatron up for a model on this process or its ranks, and take down what it keeps afterwards.
 
     Args:
-        args: from `for_one_process`.
+        args: from `for_one_process`, and of a layout.
     """
     starts_group = not torch.distributed.is_initialized()
     try:
@@ -192,7 +202,7 @@ def one_process(args: argparse.Namespace) -> Iterator[None]:
 
 
 def _initialize(args: argparse.Namespace) -> None:
-    """Make `args` Megatron's global arguments, and a process group of this process alone unless there is one."""
+    """Make `args` Megatron's global arguments, and a process group of its ranks unless there is one."""
     from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
     from megatron.training.global_vars import set_args
     from megatron.training.initialize import initialize_megatron
@@ -203,8 +213,10 @@ def _initialize(args: argparse.Namespace) -> None:
         cpu.activate_training()
     use_prebuilt_index_builder()
     set_args(args)
-    init_num_microbatches_calculator(0, None, args.global_batch_size, args.micro_batch_size, 1)
-    initialize_megatron(allow_no_cuda=on_cpu(), store=torch.distributed.HashStore())
+    data_parallel = args.data_parallel_size
+    init_num_microbatches_calculator(args.rank, None, args.global_batch_size, args.micro_batch_size, data_parallel)
+    store = torch.distributed.HashStore() if args.world_size == 1 else None  # else torchrun's
+    initialize_megatron(allow_no_cuda=on_cpu(), store=store)
 
 
 def _build_and_load(args: argparse.Namespace) -> tuple[torch.nn.Module, int]:
@@ -231,16 +243,17 @@ def _build_and_load(args: argparse.Namespace) -> tuple[torch.nn.Module, int]:
 
 
 def count_parameters(loaded: LoadedModel) -> tuple[int, int]:
-    """Return the number of parameters, and of those that one token passes through.
+    """Return the number of parameters, and of those that one token passes through, on whatever layout.
 
     Both count embeddings, the padding of the vocabulary, and shared experts in full; the second counts the routed
     experts' parameters at top-k / experts of their number.
     """
-    from megatron.core.transformer.moe.moe_layer import MoELayer
+    from megagate.checkpoint.torch_dist import TensorReader
 
-    total = sum(parameter.numel() for parameter in loaded.model.parameters())
-    layers = [module for module in loaded.model.modules() if isinstance(module, MoELayer)]
-    routed = sum(parameter.numel() for layer in layers for parameter in layer.experts.parameters())
+    tensors = TensorReader(loaded.checkpoint).tensors
+    sizes = {name: math.prod(stored.shape) for name, stored in tensors.items() if name.rpartition(".")[2] not in STATE}
+    total = sum(sizes.values())
+    routed = sum(size for name, size in sizes.items() if ".experts." in name)
     if not routed:
         return total, total
     return total, total - routed + routed * loaded.args.moe_router_topk // loaded.args.num_experts

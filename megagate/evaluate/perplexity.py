@@ -2,6 +2,8 @@
 
     python tools/evaluate.py perplexity --load runs/quickstart/gated --data-path data/held_out_text_document \\
         --unigram-data-path data/train_text_document --output result.json
+    torchrun --nproc-per-node 8 tools/evaluate.py perplexity --load runs/mine --expert-model-parallel-size 8 \\
+        --data-path books=data/books_text_document code=data/code_text_document --stride 1024
 
 Definitions. `megagate.evaluate.documents` says which tokens are predicted from what; each of them counts alike,
 end-of-document tokens too, whatever the run masked in training.
@@ -9,23 +11,27 @@ end-of-document tokens too, whatever the run masked in training.
 - loss: mean over the predicted tokens of -ln p(token | the tokens before it in the window), in nats per token;
   over several datasets, the mean over all their tokens. Under --reset-attention-mask: the tokens of its document.
 - perplexity: exp(loss).
-- bits per byte: the sum of the losses, in bits, divided by the UTF-8 bytes of the whole text.
+- bits per byte: the sum of the losses, in bits, divided by the UTF-8 bytes of the whole text. Perplexity per byte: 2 to
+  the power of it.
 - unigram perplexity: exp of the mean over the same tokens of -ln q(token), where q is estimated on other data, the
   training data: q(w) = (count(w) + 1) / (tokens + vocabulary size).
 - gate score: see `megagate.telemetry.gates`; over every input token of every window.
 - parameters: all that the checkpoint holds, embeddings and the padding of the vocabulary included. Active parameters:
   the same with the routed experts' counted at top-k / experts of their number, which is what one token passes through.
 
-One process, on one device. The batch size changes the speed and, apart from rounding, nothing else.
+The batch size, the number of ranks and the layout (`megagate.evaluate.layout`) change the speed and, apart from
+rounding, nothing else; but a last window that the layout pads is left out of the gate scores.
 """
 
 import argparse
+import contextlib
+import itertools
 import json
 import math
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +40,9 @@ import torch
 
 from megagate.data.tokenizer import quiet
 from megagate.errors import UserError
+from megagate.evaluate.directories import as_checkpoint, check_directory, is_hugging_face
 from megagate.evaluate.documents import (
+    Window,
     batches,
     check_vocabulary,
     count_tokens,
@@ -42,8 +50,8 @@ from megagate.evaluate.documents import (
     text_bytes,
     token_counts,
 )
+from megagate.evaluate.layout import SIZES, Layout, add_layout_arguments
 from megagate.evaluate.load import LoadedModel, find_checkpoint, load_model, one_process_arguments, tokenizer_of
-from megagate.evaluate.masks import document_mask
 from megagate.evaluate.report import DatasetResult, Result, table
 
 if TYPE_CHECKING:
@@ -67,111 +75,131 @@ class Unigram:
         return -float(self.log_probabilities[tokens].sum())
 
 
-def token_losses(model: torch.nn.Module, windows: np.ndarray, end_of_document: int | None = None) -> torch.Tensor:
-    """Return the loss of each label: fp32 [b, s] in nats.
-
-    Args:
-        model: in evaluation mode.
-        windows: int64 [b, s + 1] as `megagate.evaluate.documents` yields them.
-        end_of_document: for a model that was trained with --reset-attention-mask, to which a document is hidden from
-            the ones after it.
-    """
-    tokens = torch.from_numpy(windows).cuda()
-    inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-    positions = torch.arange(inputs.shape[1], device=inputs.device).expand_as(inputs)
-    mask = None if end_of_document is None else document_mask(inputs, end_of_document)
-    with torch.no_grad():
-        return model(inputs, positions, mask, labels=labels).float()
-
-
 class Progress:
     """One line on standard error every `PROGRESS_SECONDS`."""
 
     def __init__(self, total: int) -> None:
         self.total = total
-        self.tokens, self.loss = 0, 0.0
+        self.tokens = 0
         self.started = self._shown = time.monotonic()
 
-    def add(self, tokens: int, loss: float) -> None:
-        """Count `tokens` more, with the sum of their losses."""
+    def add(self, tokens: int) -> None:
+        """Count `tokens` more."""
         self.tokens += tokens
-        self.loss += loss
         now = time.monotonic()
         if now - self._shown >= PROGRESS_SECONDS:
             self._shown = now
-            print(
-                f"{self.tokens} of {self.total} tokens, loss {self.loss / self.tokens:.3f}, "
-                f"{self.tokens / (now - self.started):.0f} tokens/s",
-                file=sys.stderr,
-                flush=True,
-            )
+            speed = self.tokens / (now - self.started)
+            print(f"{self.tokens} of {self.total} tokens, {speed:.0f} tokens/s", file=sys.stderr, flush=True)
+
+
+def named_paths(words: Sequence[str]) -> dict[str, str]:
+    """Return the datasets of --data-path by their names: NAME=PREFIX, or PREFIX, which is then its own name.
+
+    Raises:
+        UserError: two have the same name.
+    """
+    found: dict[str, str] = {}
+    for word in words:
+        name, equals, prefix = word.partition("=")
+        if not equals or "/" in name or Path(f"{word}.idx").exists():
+            name = prefix = word
+        if not name or not prefix:
+            raise UserError(f"--data-path {word} lacks a name or a prefix: write NAME=PREFIX")
+        if name in found:
+            raise UserError(f"--data-path has two datasets named {name}: write NAME=PREFIX with different names")
+        found[name] = prefix
+    return found
 
 
 def evaluate(
     loaded: LoadedModel,
-    data_paths: Sequence[str],
+    data_paths: Mapping[str, str] | Sequence[str],
     *,
     seq_length: int | None = None,
+    stride: int | None = None,
     micro_batch_size: int = 8,
     unigram: Unigram | None = None,
     tokenizer: Any = None,
     telemetry: "Telemetry | None" = None,
+    multiple: int = 1,
 ) -> Result:
-    """Measure loss and gate scores on datasets.
+    """Measure loss and gate scores on datasets; all ranks of the layout call this, and have the same result.
 
     Args:
         loaded: the model.
-        data_paths: prefixes of .bin/.idx files.
+        data_paths: prefixes of .bin/.idx files, by name or their own names.
         seq_length: longest context; the one of training if None.
-        micro_batch_size: windows that are computed at a time.
+        stride: from one window to the next; `seq_length` if None.
+        micro_batch_size: windows that a rank computes at a time.
         unigram: gives the unigram loss beside the model's.
         tokenizer: gives the text's bytes; needed for a model that was trained with --reset-attention-mask.
         telemetry: what observes the model; the gates alone if None.
+        multiple: of what the layout needs the length of a window to be a multiple.
 
     Raises:
         UserError: a dataset is missing or damaged, holds no two tokens, or tokens that the model does not know.
     """
+    from megatron.core import mpu
+
+    from megagate.evaluate.losses import summed_loss
     from megagate.telemetry.telemetry import Telemetry
 
     args, result = loaded.args, Result(loaded)
     end_of_document = tokenizer.eod if args.reset_attention_mask else None
-    opened = [(path, open_dataset(path)) for path in data_paths]
-    progress = Progress(sum(count_tokens(dataset) for _, dataset in opened))
+    paths = data_paths if isinstance(data_paths, Mapping) else {path: path for path in data_paths}
+    opened = [(name, path, open_dataset(path)) for name, path in paths.items()]
+    progress = Progress(sum(count_tokens(dataset) for _, _, dataset in opened))
     length = seq_length or args.seq_length
     telemetry = telemetry or Telemetry(args, [loaded.model], rows=length, only_gates=True)
-    with telemetry.observing():
-        for path, dataset in opened:
-            found = DatasetResult(path)
-            unigram_loss = 0.0
-            for batch in batches(dataset, length, micro_batch_size):
-                check_vocabulary(batch, args.tokenizer_vocab_size, path)
-                losses = token_losses(loaded.model, batch, end_of_document)
-                total = losses.sum(dtype=torch.float64).item()
-                found.tokens += losses.numel()
-                found.total_loss += total
-                unigram_loss += unigram.loss(batch[:, 1:]) if unigram else 0.0
-                progress.add(losses.numel(), total)
-            if not found.tokens:
-                raise UserError(f"{path} holds fewer than two tokens: there is nothing to predict")
-            found.total_unigram_loss = unigram_loss if unigram else None
-            found.bytes = text_bytes(dataset, tokenizer, path) if tokenizer else None
-            result.datasets.append(found)
+    ranks, own = mpu.get_data_parallel_world_size(), mpu.get_data_parallel_rank()
+    for name, path, dataset in opened:
+        found = DatasetResult(path, name)
+        loss = torch.zeros((), dtype=torch.float64, device=torch.cuda.current_device())
+        unigram_loss = 0.0
+        for group in itertools.batched(batches(dataset, length, micro_batch_size, stride), ranks):
+            for batch in group:
+                check_vocabulary(batch.tokens, args.tokenizer_vocab_size, path)
+                found.tokens += int(batch.counted.sum())
+                unigram_loss += unigram.loss(_labels(batch)) if unigram else 0.0
+            # Ranks that share experts take part in every step, with nothing that counts where the windows are over.
+            mine = group[own] if own < len(group) else Window(group[0].tokens, np.zeros_like(group[0].counted))
+            fits = own < len(group) and (mine.tokens.shape[1] - 1) % multiple == 0
+            with telemetry.observing() if fits else contextlib.nullcontext():
+                loss += summed_loss(loaded, mine, end_of_document, multiple)
+            if args.rank == 0:
+                progress.add(sum(int(batch.counted.sum()) for batch in group))
+        if not found.tokens:
+            raise UserError(f"{path} holds fewer than two tokens: there is nothing to predict")
+        torch.distributed.all_reduce(loss)
+        found.total_loss = loss.item()
+        found.total_unigram_loss = unigram_loss if unigram else None
+        found.bytes = text_bytes(dataset, tokenizer, path) if tokenizer else None
+        result.datasets.append(found)
     result.findings = telemetry.findings()
     result.seconds = time.monotonic() - progress.started
     return result
 
 
+def _labels(batch: Window) -> np.ndarray:
+    """Return the labels that count."""
+    labels = batch.tokens[:, 1:]
+    return labels[np.arange(labels.shape[1]) >= labels.shape[1] - batch.counted[:, None]]
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `tools/evaluate.py perplexity`; those that Megatron has bear its names."""
     add = parser.add_argument
-    add("--load", required=True, metavar="DIR", help="directory that training saved to")
+    add("--load", required=True, metavar="DIR", help="directory that training saved to, or a Hugging Face one")
     add("--ckpt-step", type=int, metavar="N", help="iteration to load (the newest complete one)")
-    add("--data-path", nargs="+", required=True, metavar="PREFIX", help="held-out .bin/.idx files, without the ending")
+    add("--data-path", nargs="+", required=True, metavar="[NAME=]PREFIX", help="held-out .bin/.idx files")
     add("--unigram-data-path", nargs="+", metavar="PREFIX", help="training data to estimate the unigram model on")
     add("--tokenizer-model", metavar="FILE", help="where the run's tokenizer is now, if it has moved")
     add("--seq-length", type=int, metavar="N", help="tokens per window (as in training)")
+    add("--stride", type=int, metavar="N", help="tokens from one window to the next (the tokens per window)")
     add("--micro-batch-size", type=int, default=8, metavar="N", help="windows computed at a time (8)")
     add("--output", metavar="FILE", help="write the result as JSON")
+    add_layout_arguments(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -180,8 +208,11 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         UserError: something in the options is missing or does not fit the checkpoint.
     """
+    layout = Layout.of(options)
     with quiet():
-        report = _measure(options)
+        report = _measure(options, layout)
+    if layout.rank > 0:
+        return 0
     print(table(report))
     if options.output:
         try:
@@ -191,32 +222,51 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _measure(options: argparse.Namespace) -> dict[str, Any]:
+def _measure(options: argparse.Namespace, layout: Layout) -> dict[str, Any]:
     """Check the options, the cheap checks first, then load the checkpoint and return the report."""
-    if options.micro_batch_size < 1:
-        raise UserError(f"--micro-batch-size must be positive, not {options.micro_batch_size}")
+    for name in ("micro_batch_size", "stride", *SIZES.values()):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise UserError(f"--{name.replace('_', '-')} must be positive, not {value}")
     if options.output and not os.path.isdir(os.path.dirname(options.output) or "."):
         raise UserError(f"--output {options.output} lies in a directory that does not exist: make it first")
-    checkpoint = find_checkpoint(Path(options.load), options.ckpt_step)
-    unigram_paths = options.unigram_data_path or []
-    for path in (*options.data_path, *unigram_paths):
+    directory = Path(options.load)
+    check_directory(directory, options.ckpt_step)
+    if is_hugging_face(directory) and layout.world_size > 1:
+        raise UserError(
+            f"{directory} is evaluated by one process: for more, import it with tools/convert_checkpoint.py"
+        )
+    paths, unigram_paths = named_paths(options.data_path), options.unigram_data_path or []
+    for path in (*paths.values(), *unigram_paths):
         open_dataset(path)
-    args = one_process_arguments(checkpoint)
-    longest = args.max_position_embeddings
-    if options.seq_length is not None and not 1 <= options.seq_length <= longest:
-        raise UserError(f"--seq-length {options.seq_length} must lie between 1 and {longest}, the model's positions")
-    tokenizer = tokenizer_for_text(args, options.tokenizer_model)
-    counts = [token_counts(path, args.tokenizer_vocab_size) for path in unigram_paths]
-    print(f"loading {checkpoint}", file=sys.stderr, flush=True)
-    with load_model(Path(options.load), options.ckpt_step) as loaded:
-        return evaluate(
-            loaded,
-            options.data_path,
-            seq_length=options.seq_length,
-            micro_batch_size=options.micro_batch_size,
-            unigram=Unigram(np.sum(counts, axis=0)) if counts else None,
-            tokenizer=tokenizer,
-        ).as_json()
+    with as_checkpoint(directory) as checkpoint_directory:
+        step = None if is_hugging_face(directory) else options.ckpt_step
+        args = one_process_arguments(find_checkpoint(checkpoint_directory, step))
+        length, longest = options.seq_length or args.seq_length, args.max_position_embeddings
+        if options.seq_length is not None and not 1 <= length <= longest:
+            raise UserError(f"--seq-length {length} must lie between 1 and {longest}, the model's positions")
+        if options.stride is not None and options.stride > length:
+            raise UserError(
+                f"--stride {options.stride} is more than the {length} tokens of a window: some would be missed"
+            )
+        tokenizer = tokenizer_for_text(args, options.tokenizer_model)
+        counts = [token_counts(path, args.tokenizer_vocab_size) for path in unigram_paths]
+        if layout.rank == 0:
+            print(f"loading {directory}", file=sys.stderr, flush=True)
+        with load_model(checkpoint_directory, step, layout=layout) as loaded:
+            report = evaluate(
+                loaded,
+                paths,
+                seq_length=length,
+                stride=options.stride,
+                micro_batch_size=options.micro_batch_size,
+                unigram=Unigram(np.sum(counts, axis=0)) if counts else None,
+                tokenizer=tokenizer,
+                multiple=layout.multiple,
+            ).as_json()
+    if is_hugging_face(directory):
+        report["checkpoint"] = str(directory)
+    return report | {"seq_length": length, "stride": options.stride or length}
 
 
 def tokenizer_for_text(args: argparse.Namespace, moved_to: str | None) -> Any:

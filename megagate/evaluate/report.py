@@ -18,6 +18,7 @@ class DatasetResult:
     """One held-out dataset, or all of them together; losses in nats."""
 
     data_path: str
+    name: str
     tokens: int = 0
     """Tokens that were predicted."""
     total_loss: float = 0.0
@@ -39,12 +40,14 @@ class DatasetResult:
         loss = self.total_loss / self.tokens
         unigram = None if self.total_unigram_loss is None else self.total_unigram_loss / self.tokens
         return {
+            "name": self.name,
             "data_path": self.data_path,
             "tokens": self.tokens,
             "loss": loss,
             "perplexity": math.exp(min(loss, LARGEST_EXPONENT)),
             "bytes": self.bytes,
             "bits_per_byte": self.total_loss / math.log(2) / self.bytes if self.bytes else None,
+            "byte_perplexity": math.exp(self.total_loss / self.bytes) if self.bytes else None,
             "unigram_loss": unigram,
             "unigram_perplexity": None if unigram is None else math.exp(unigram),
         }
@@ -63,7 +66,7 @@ class Result:
     @property
     def overall(self) -> DatasetResult:
         """All datasets together."""
-        total = DatasetResult("all", total_unigram_loss=0.0, bytes=0)
+        total = DatasetResult("all", "all", total_unigram_loss=0.0, bytes=0)
         for result in self.datasets:
             total.add(result)
         return total
@@ -72,7 +75,7 @@ class Result:
         """Return everything, as the JSON file has it."""
         by_block = self.findings.by_block.get("gate/mean-score", {}) if self.findings else {}
         overall = self.overall.as_json()
-        overall.pop("data_path")
+        del overall["name"], overall["data_path"]
         total, active = count_parameters(self.loaded)
         return {
             "checkpoint": str(self.loaded.checkpoint),
@@ -96,8 +99,8 @@ def table(report: dict[str, Any]) -> str:
 
     entries = list(report["datasets"])
     if len(entries) > 1:
-        entries.append(report | {"data_path": "all"})
-    width = max(len("dataset"), *(len(entry["data_path"]) for entry in entries))
+        entries.append(report | {"name": "all"})
+    width = max(len("dataset"), *(len(entry["name"]) for entry in entries))
     lines = [
         f"{report['checkpoint']}: gate {report['gate']}, {report['parameters']['total']:,} parameters, "
         f"{report['parameters']['active']:,} active",
@@ -105,7 +108,7 @@ def table(report: dict[str, Any]) -> str:
     ]
     for entry in entries:
         lines.append(
-            f"{entry['data_path']:<{width}}  {entry['tokens']:>10}  {entry['loss']:>7.4f}  {entry['perplexity']:>10.2f}"
+            f"{entry['name']:<{width}}  {entry['tokens']:>10}  {entry['loss']:>7.4f}  {entry['perplexity']:>10.2f}"
             f"  {number(entry['bits_per_byte'], 4):>9}  {number(entry['unigram_perplexity'], 2):>11}"
         )
     if report["gate_scores"]:

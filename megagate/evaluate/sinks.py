@@ -27,6 +27,7 @@ from megagate.data.tokenizer import quiet
 from megagate.errors import UserError
 from megagate.evaluate.directories import as_checkpoint, check_directory, is_hugging_face
 from megagate.evaluate.documents import open_dataset
+from megagate.evaluate.layout import refuse_ranks
 from megagate.evaluate.load import LoadedModel, find_checkpoint, load_model, one_process_arguments
 from megagate.evaluate.perplexity import evaluate, tokenizer_for_text
 
@@ -72,6 +73,7 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         UserError: something in the options is missing or does not fit a checkpoint.
     """
+    refuse_ranks("tools/evaluate.py sinks")
     with quiet():
         reports, maps = _measure(options)
     print(table(reports))

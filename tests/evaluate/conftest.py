@@ -55,3 +55,27 @@ def checkpoints(data, tmp_path_factory):
         return made[name]
 
     return checkpoint
+
+
+@pytest.fixture(scope="session")
+def hugging_face(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory that transformers wrote, of a random model."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from tests.checkpoint.families.conversion import randomize
+
+    config = Qwen3Config(
+        vocab_size=runs.VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=runs.SEQ_LENGTH,
+        tie_word_embeddings=False,
+    )
+    model = randomize(Qwen3ForCausalLM(config))
+    directory = tmp_path_factory.mktemp("hugging_face") / "model"
+    model.save_pretrained(directory)
+    return directory

@@ -69,6 +69,21 @@ def run_tool(words: list[str]) -> int:
     return perplexity.run(options_of(words))
 
 
+def strided(folder: Path, stream: np.ndarray, stride: int) -> float:
+    """Return the summed loss of all tokens but the first, each from its window's full forward pass."""
+    from megagate.evaluate.load import load_model
+
+    total = 0.0
+    with load_model(folder) as loaded:
+        for label in range(1, len(stream)):
+            # The first window whose labels reach this one.
+            begin = -(-max(0, label - SEQ_LENGTH) // stride) * stride
+            inputs = torch.tensor([stream[begin:label].astype(np.int64)])
+            logits = loaded.model(inputs, torch.arange(inputs.shape[1])[None], None)[0, -1].double()
+            total -= float(torch.log_softmax(logits, dim=-1)[stream[label]])
+    return total
+
+
 def recompute(folder: Path, documents: list[np.ndarray]) -> dict:
     """Compute the summed loss and the gate scores anew, token by token and from linear_qkv's output.
 

@@ -7,6 +7,7 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 
 from megagate.errors import UserError
 from megagate.evaluate import perplexity
@@ -60,6 +61,84 @@ def test_the_batch_size_changes_nothing(checkpoints, data):
     assert many["loss"] == pytest.approx(one["loss"], rel=1e-6)
     assert many["gate_score"] == pytest.approx(one["gate_score"], rel=1e-6)
     assert many["tokens"] == one["tokens"]
+
+
+DIVIDED = {
+    "data": (3, "--micro-batch-size 1"),
+    "tensor": (2, "--tensor-model-parallel-size 2"),
+    "expert": (2, "--expert-model-parallel-size 2 --micro-batch-size 3"),
+    "context": (2, "--context-parallel-size 2"),
+    "pipeline": (2, "--pipeline-model-parallel-size 2"),
+}
+"""Ranks and flags; the checkpoint is from tensor and expert parallel 2."""
+
+
+@pytest.mark.parametrize("layout", DIVIDED)
+@pytest.mark.parametrize("name", ["tensor-expert", "documents-apart"])
+def test_any_layout_finds_what_one_process_finds(name, layout, checkpoints, data, tmp_path):
+    """Windows overlap, the last one is shorter, and the ranks have different numbers of them."""
+    words = ["--load", str(checkpoints(name)), "--stride", "10", "--data-path"]
+    words += [f"many={data['many_documents']}", f"one={data['one_document']}", "--output"]
+    ranks, flags = DIVIDED[layout]
+    assert run_distributed(runs.run_tool, 1, [*words, str(tmp_path / "one.json")]) == [0]
+    found = run_distributed(runs.run_tool, ranks, [*words, str(tmp_path / "many.json"), *flags.split()])
+    assert found == [0] * ranks
+    expected, report = (json.loads((tmp_path / f"{file}.json").read_text()) for file in ("one", "many"))
+    assert [part["name"] for part in report["datasets"]] == ["many", "one"]
+    assert report["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+    for part, other in zip(report["datasets"], expected["datasets"], strict=True):
+        assert part["tokens"] == other["tokens"]
+        assert part["loss"] == pytest.approx(other["loss"], rel=1e-6)
+    assert report["parameters"] == expected["parameters"]
+    tolerance = 1e-6 if layout in ("data", "expert", "pipeline") else 0.05  # else the last window is left out
+    assert report["gate_score"] == pytest.approx(expected["gate_score"], rel=tolerance)
+
+
+def test_a_stride_gives_each_token_what_stands_before_it_in_its_window(checkpoints, data, documents):
+    folder, stream = checkpoints("headwise"), np.concatenate(documents["many_documents"])
+    (report,) = run_distributed(runs.report, 1, folder, [data["many_documents"]], stride=5)
+    expected = run_distributed(runs.strided, 1, folder, stream, 5)[0]
+    assert report["tokens"] == len(stream) - 1
+    assert report["loss"] * report["tokens"] == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_hugging_face_directory_has_the_loss_that_transformers_computes(hugging_face, data, documents, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    output = tmp_path / "found.json"
+    words = ["--load", str(hugging_face), "--data-path", data["many_documents"], "--output", str(output)]
+    assert run_distributed(runs.run_tool, 1, [*words, "--stride", "7"], timeout=200) == [0]
+    model = AutoModelForCausalLM.from_pretrained(hugging_face).eval()
+    total, stream = 0.0, torch.tensor(np.concatenate(documents["many_documents"]).astype(np.int64))
+    done = 0
+    for begin in range(0, len(stream), 7):
+        window = stream[begin : begin + runs.SEQ_LENGTH + 1]
+        new = begin + len(window) - 1 - done
+        if new <= 0:
+            break
+        with torch.no_grad():
+            logits = model(window[None, :-1]).logits[0]
+        total += float(torch.nn.functional.cross_entropy(logits[-new:], window[-new:], reduction="sum"))
+        done += new
+    report = json.loads(output.read_text())
+    assert report["tokens"] == done == len(stream) - 1
+    assert report["perplexity"] == pytest.approx(math.exp(total / done), rel=1e-4)
+    assert report["checkpoint"] == str(hugging_face)
+
+
+def test_names_of_datasets():
+    assert perplexity.named_paths(["a=x/y", "z", "dir/c=d"]) == {"a": "x/y", "z": "z", "dir/c=d": "dir/c=d"}
+    with pytest.raises(UserError, match="two datasets named a"):
+        perplexity.named_paths(["a=x", "a=y"])
+    with pytest.raises(UserError, match="lacks a name or a prefix"):
+        perplexity.named_paths(["=x"])
+
+
+def test_layouts_and_strides_that_cannot_be_are_refused(checkpoints, data):
+    words = ["--load", str(checkpoints("headwise")), "--data-path", data["train"]]
+    assert "1 processes cannot hold tensor parallel 2" in refusal([*words, "--tensor-model-parallel-size", "2"])
+    assert "--stride must be positive" in refusal([*words, "--stride", "0"])
+    assert "--stride 33 is more than the 32 tokens of a window" in refusal([*words, "--stride", "33"])
 
 
 def test_several_datasets_are_weighted_by_their_tokens(checkpoints, data):

@@ -13,7 +13,7 @@ from megagate.errors import UserError
 from megagate.evaluate import sinks
 from tests.distributed import run_distributed
 from tests.evaluate import runs
-from tests.evaluate.runs import SEQ_LENGTH, VOCABULARY
+from tests.evaluate.runs import SEQ_LENGTH
 
 FIRST = SEQ_LENGTH // 16
 LAYERS = 3
@@ -34,30 +34,6 @@ def measured(words: list[str], output: Path) -> list[dict[str, Any]]:
     """Run the tool and return what it says of each checkpoint."""
     assert run_distributed(run_tool, 1, [*words, "--output", str(output)], timeout=200) == [0]
     return json.loads(output.read_text())["checkpoints"]
-
-
-@pytest.fixture(scope="module")
-def hugging_face(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory that transformers wrote, of a random model."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    from tests.checkpoint.families.conversion import randomize
-
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=SEQ_LENGTH,
-        tie_word_embeddings=False,
-    )
-    model = randomize(Qwen3ForCausalLM(config))
-    directory = tmp_path_factory.mktemp("hugging_face") / "model"
-    model.save_pretrained(directory)
-    return directory
 
 
 def of_transformers(directory: Path, document: np.ndarray) -> dict[str, Any]:
