@@ -7,8 +7,8 @@ fp32 and exactly; each counts for the rows it stands for.
 - attention/first-token-share ("F-Attn", arXiv 2505.06708, table 4): mean over heads and rows of p(i, 0), without the
   first rows, which have few keys to choose from (`first_rows`). The paper does not say whether it leaves them out.
 - attention/first-token-share-all-rows: the same with them.
-- attention/first-token-share-uniform: what attention that is spread evenly would give, the mean of 1 / (i + 1) over the
-  rows of the first.
+- attention/first-token-share-uniform: what attention that is spread evenly would give, the mean over the rows of the
+  first of 1 / keys that the row sees, or of 0 where its window hides the first token.
 - attention/entropy: mean over heads and the same rows of -sum_j p ln p, in nats.
 - attention/max-logit: the largest scale * q_i . k_j over heads and rows.
 
@@ -53,6 +53,27 @@ def forbidden_keys(position: Tensor, keys: int, mask: Tensor | None, window: int
     if window is not None:
         forbidden = forbidden | (index < position[:, None] - window)
     return forbidden
+
+
+def first_keys(position: Tensor, mask: Tensor | None) -> Tensor:
+    """Return the key that counts as the first token of each query: int64 [b or 1, n].
+
+    Args:
+        position: int64 [n] of the queries.
+        mask: as for `forbidden_keys`; the first key that it lets a query see begins the query's document.
+    """
+    return torch.zeros_like(position)[None] if mask is None else (~mask[:, 0]).int().argmax(dim=-1)
+
+
+def uniform_share(forbidden: Tensor, first: Tensor) -> Tensor:
+    """Return what rows that spread their attention evenly would give to their first token: fp64 [b or 1, n].
+
+    Args:
+        forbidden: bool [b or 1, n, t].
+        first: int64 [b or 1, n].
+    """
+    seen = ~forbidden
+    return seen.gather(-1, first[..., None]).squeeze(-1).double() / seen.sum(dim=-1)
 
 
 def window_of(attention: SelfAttention) -> int | None:
@@ -128,21 +149,21 @@ class SinkObserver:
             key = zigzag_to_sequence(gathered, size)
         if not len(rows.index):
             return
-        own_mask = None if mask is None else mask[:, :, rows.index]
-        forbidden = forbidden_keys(rows.position, len(key), own_mask, window_of(attention))
-        visible = (~forbidden).sum(dim=-1)  # [b or 1, n]
-        first = torch.zeros_like(visible) if mask is None else (~forbidden).int().argmax(dim=-1)
-        trivial = rows.position - first < first_rows(len(key))  # [b or 1, n]
+        key, window = key.float(), window_of(attention)
         step = max(1, LARGEST_CHUNK // (query.shape[1] * query.shape[2] * len(key)))
         for start in range(0, len(rows.index), step):
-            part = slice(start, start + step)
-            chosen = query[rows.index[part]]
-            statistics = row_statistics(chosen, key, forbidden[:, part], first[:, part], core.softmax_scale)
-            weight = rows.weight[part]
-            self._count(block, statistics, weight * ~trivial[:, part], weight, visible[:, part])
+            index, position, weight = (
+                tensor[start : start + step] for tensor in (rows.index, rows.position, rows.weight)
+            )
+            own_mask = None if mask is None else mask[:, :, index]
+            forbidden = forbidden_keys(position, len(key), own_mask, window)
+            first = first_keys(position, own_mask)
+            statistics = row_statistics(query[index], key, forbidden, first, core.softmax_scale)
+            trivial = position - first < first_rows(len(key))  # [b or 1, n]
+            self._count(block, statistics, uniform_share(forbidden, first), weight, weight * ~trivial)
 
     def _count(
-        self, block: int, statistics: tuple[Tensor, ...], weight: Tensor, every: Tensor, visible: Tensor
+        self, block: int, statistics: tuple[Tensor, ...], uniform: Tensor, every: Tensor, weight: Tensor
     ) -> None:
         share, entropy, logit = (tensor.double() for tensor in statistics)  # [b, h, n]
         weight = weight[:, None].expand_as(share).double()
@@ -150,7 +171,7 @@ class SinkObserver:
         add = partial(self.totals.add, block=block)
         add("attention share", value=(weight * share).sum())
         add("attention share of all", value=(every * share).sum())
-        add("attention uniform", value=(weight / visible[:, None]).sum())
+        add("attention uniform", value=(weight * uniform[:, None]).sum())
         add("attention entropy", value=(weight * entropy).sum())
         add("attention rows", value=weight.sum())
         add("attention all rows", value=every.sum())
