@@ -49,17 +49,17 @@ class Totals:
 
     def reduce(self) -> dict[str, Tensor]:
         """Return the totals over all ranks, on the CPU, on every rank."""
-        reduced: dict[str, Tensor] = {}
-        for totals, operation in (
-            (self._sums, torch.distributed.ReduceOp.SUM),
-            (self._maxima, torch.distributed.ReduceOp.MAX),
-        ):
-            if not totals:
-                continue
-            flat = torch.cat([total.flatten() for total in totals.values()])
-            if torch.distributed.is_initialized():
-                torch.distributed.all_reduce(flat, op=operation)
-            parts = flat.cpu().split([total.numel() for total in totals.values()])
-            for (name, total), part in zip(totals.items(), parts, strict=True):
-                reduced[name] = part.view(total.shape)
-        return reduced
+        largest = torch.cat([*self._maxima.values()]) if self._maxima else torch.zeros(0, device=self._device)
+        # The maximum over ranks of NaN and a number is either, so ranks with NaN are counted.
+        broken = largest.isnan()
+        summed = torch.cat([*(total.flatten() for total in self._sums.values()), broken.double()])
+        largest = largest.masked_fill(broken, -math.inf)
+        if torch.distributed.is_initialized():
+            torch.distributed.all_reduce(summed)
+            torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX)
+        *sums, broken = summed.cpu().split([*(total.numel() for total in self._sums.values()), len(largest)])
+        maxima = largest.cpu().masked_fill(broken > 0, math.nan).split([self.blocks] * len(self._maxima))
+        totals = self._sums | self._maxima
+        return {
+            name: part.view(total.shape) for (name, total), part in zip(totals.items(), (*sums, *maxima), strict=True)
+        }
