@@ -60,7 +60,9 @@ class ExpertObserver:
 
     def _observe(self, router: Any, block: int, result: tuple[Tensor, Tensor], logits: Tensor) -> None:
         """Look at one call: logits [s', b, e] and the map [s'*b, e] of the experts that were chosen."""
-        _, routing_map = result
+        probability, routing_map = result
+        if router.config.moe_pad_expert_input_to_capacity:
+            routing_map = routing_map & (probability != 0)  # without the tokens that only fill a place
         add = partial(self.totals.add, block=block)
         add("experts tokens", value=routing_map.sum(dim=0))
         add("experts entropy", value=router_entropy(logits, router.score_function))

@@ -11,6 +11,7 @@ from tests.model.training import SEQUENCE, Case
 from tests.telemetry.observed import Scalars, prepared
 
 ROWS = 6
+ROOM = "--moe-expert-capacity-factor 2 --moe-pad-expert-input-to-capacity"  # 2 of 4 experts for each token
 
 
 def observe_changed(flags: Case) -> tuple[Scalars, Scalars]:
@@ -86,18 +87,31 @@ def test_what_the_model_was_given_is_seen(layout: Layout | None) -> None:
         )
 
 
-def observe_drops(flags: Case) -> Scalars:
-    from tests.telemetry.observed import observe
+def observe_drops(cases: list[Case]) -> list[Scalars]:
+    """Return what is found of experts, and the tokens that they all get."""
+    from tests.telemetry.observed import observe_all
 
-    found = observe(flags, SEQUENCE)
-    histograms = [value for tag, value in found.histograms.items() if tag.startswith("experts/tokens")]
-    kept = sum(load * experts for limits, counts in histograms for load, experts in zip(limits, counts, strict=True))
-    return found.scalars | {"kept": kept}
+    results = []
+    for found in observe_all(cases, SEQUENCE):
+        histograms = [value for tag, value in found.histograms.items() if tag.startswith("experts/tokens")]
+        kept = sum(load * count for limits, counts in histograms for load, count in zip(limits, counts, strict=True))
+        scalars = {tag: value for tag, value in found.scalars.items() if tag.startswith("experts/")}
+        results.append(scalars | {"kept": kept})
+    return results
+
+
+def test_places_that_are_filled_up_are_no_tokens() -> None:
+    """With room for all tokens nothing is dropped, and each expert gets what it gets without a capacity."""
+    plain = "--moe-router-load-balancing-type none"
+    cases = [case("experts", "baseline", extra=f"{plain} {extra}") for extra in ("", ROOM)]
+    ((without, padded),) = run_distributed(observe_drops, 1, cases, timeout=100)
+    assert padded["experts/drop-rate"] == 0
+    assert padded == pytest.approx(without)
 
 
 def test_dropped_tokens() -> None:
     flags = case("experts", "baseline", extra="--moe-expert-capacity-factor 0.5")
-    (found,) = run_distributed(observe_drops, 1, flags, timeout=100)
+    ((found,),) = run_distributed(observe_drops, 1, [flags], timeout=100)
     choices = 8 * SEQUENCE * 2 * 2  # sequences, tokens, top-2, blocks
     assert 0.4 < found["experts/drop-rate"] < 0.8
     assert found["experts/drop-rate"] == pytest.approx(1 - found["kept"] / choices)
