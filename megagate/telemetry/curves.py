@@ -33,7 +33,8 @@ def records(path: Path) -> Iterator[tuple[bytes, int, int]]:
         start = 0
         while len(head := file.read(LENGTH.size + CHECKSUM)) == LENGTH.size + CHECKSUM:
             (length,) = LENGTH.unpack_from(head)
-            data = file.read(length + CHECKSUM) if length < LARGEST_RECORD else b""
+            # A crash of the machine can leave zeros; no event is empty.
+            data = file.read(length + CHECKSUM) if 0 < length < LARGEST_RECORD else b""
             if len(data) < length + CHECKSUM:
                 return
             stop = start + len(head) + len(data)
@@ -50,7 +51,7 @@ def drop_after(directory: Path, iteration: int, own: Path | None = None) -> list
         own: a file that is being written, which stays as it is.
 
     A file with an unreadable end, as a killed process leaves it, is read up to there, and the rest of it counts as
-    later.
+    later. A file of which nothing can be read is left alone.
     """
     kept = []
     for path in sorted(directory.glob(f"*{EVENTS}*")):
@@ -76,13 +77,17 @@ def drop_after(directory: Path, iteration: int, own: Path | None = None) -> list
 
 def end_of(path: Path, iteration: int) -> int | None:
     """Return the byte at which the events after `iteration` begin; None where there are none."""
+    from google.protobuf.message import DecodeError
     from tensorboard.compat.proto.event_pb2 import Event
 
     end = 0
     for data, start, stop in records(path):
+        try:
+            event = Event.FromString(data)
+        except DecodeError:
+            break
         end = stop
-        event = Event.FromString(data)
         by_samples = any(value.tag.endswith(SAMPLES) for value in event.summary.value)
         if event.HasField("summary") and event.step > iteration and not by_samples:
             return start
-    return end if end < path.stat().st_size else None
+    return end if 0 < end < path.stat().st_size else None

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed
-from megatron.core.num_microbatches_calculator import get_current_global_batch_size
+from megatron.core.num_microbatches_calculator import get_current_running_global_batch_size
 from megatron.training import training
 from megatron.training.global_vars import get_args, get_tensorboard_writer, get_timers, get_wandb_writer
 from torch import nn
@@ -77,32 +77,32 @@ class Watch:
     Args:
         args: of the run.
         chunks: of the model on this rank.
-        iteration: the run begins after.
     """
 
-    def __init__(self, args: argparse.Namespace, chunks: list[nn.Module], iteration: int) -> None:
+    def __init__(self, args: argparse.Namespace, chunks: list[nn.Module]) -> None:
         self.args = args
         self.telemetry = Telemetry(args, chunks, args.telemetry_rows)
         self.findings: Findings | None = None
         """Of the step that was observed last, until they are written."""
         writer = get_tensorboard_writer()
         if writer is not None:
-            forget_curves_after(args, iteration, Path(writer.file_writer.event_writer._file_name))
+            # Not the iteration of this step: --iterations-to-skip may leave out the first ones.
+            forget_curves_after(args, args.iteration, Path(writer.file_writer.event_writer._file_name))
 
     def step(self, run: Callable[[], Any], iteration: int) -> Any:
         """Run a training step, observed if it is its turn, and return its result."""
         interval = self.args.telemetry_interval
         if not interval:
             return run()
-        with self.telemetry.speed.step():
+        with self.telemetry.speed.step(get_current_running_global_batch_size()):
             if iteration % interval:
                 return run()
             with self.telemetry.observing(), self.telemetry.speed.detailed(get_timers()):
                 result = run()
-        batch = get_current_global_batch_size()
-        operations = training.num_floating_point_operations(self.args, batch)
+        samples = self.telemetry.speed.samples
+        operations = training.num_floating_point_operations(self.args, samples)
         world_size = torch.distributed.get_world_size()
-        self.findings = self.telemetry.findings(batch * self.args.seq_length, operations, world_size)
+        self.findings = self.telemetry.findings(samples * self.args.seq_length, operations, world_size)
         return result
 
     def line(self) -> str:
@@ -144,7 +144,7 @@ def _observed(original: Any) -> Any:
         if iteration is None or not hasattr(settings, "telemetry_interval"):
             return run()
         if _watch is None or _watch.args is not settings:
-            _watch = Watch(settings, model, iteration)
+            _watch = Watch(settings, model)
         return _watch.step(run, iteration + 1)
 
     return train_step

@@ -6,6 +6,7 @@ nothing. Layers that are computed again in the backward pass are seen once.
 """
 
 import contextlib
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -66,9 +67,15 @@ class Histogram:
 
     @classmethod
     def of_values(cls, values: Tensor) -> "Histogram":
-        """Return a histogram in which every value that occurs is a bin of its own."""
-        distinct, counts = values.unique(return_counts=True)
-        return cls(float(distinct[0]), distinct.tolist(), counts.double().tolist(), distinct.tolist())
+        """Return a histogram in which every value that occurs is a bin of its own.
+
+        Whoever draws it spreads a bin back to the limit before; an empty bin in between keeps it at its value.
+        """
+        distinct, counts = values.double().unique(return_counts=True)
+        below = distinct.nextafter(torch.full_like(distinct, -math.inf))
+        limits = torch.stack([below, distinct], dim=1).flatten()[1:].tolist()
+        both = torch.stack([torch.zeros_like(counts), counts], dim=1).flatten()[1:].double().tolist()
+        return cls(float(distinct[0]), limits, both, limits)
 
 
 @dataclass
@@ -101,7 +108,7 @@ class Findings:
         self.scalars |= {f"{tag}/{layer_name(block, len(values))}": value for block, value in known.items()}
 
 
-NOTHING = -float("inf")
+NOTHING = -math.inf
 
 
 def seen(value: float) -> bool:

@@ -62,19 +62,20 @@ class SpeedObserver:
 
     def __init__(self, totals: Totals) -> None:
         self.totals = totals
-        self.seconds, self.steps = 0.0, 0
+        self.seconds, self.samples = 0.0, 0
+        """Since the last time that findings were asked for; samples of all ranks together."""
         totals.declare_maximum("memory")
         for phase in PHASES:
             totals.declare_sum(f"time {phase}")
         totals.declare_sum("ranks")
 
     @contextlib.contextmanager
-    def step(self) -> Iterator[None]:
-        """Count the time of a step."""
+    def step(self, samples: int) -> Iterator[None]:
+        """Count the time of a step and its samples, all ranks together."""
         start = time.perf_counter()
         yield
         self.seconds += time.perf_counter() - start
-        self.steps += 1
+        self.samples += samples
 
     @contextlib.contextmanager
     def detailed(self, timers: Timers) -> Iterator[None]:
@@ -104,15 +105,14 @@ class SpeedObserver:
 
         Args:
             totals: of all ranks.
-            tokens: of a step, all ranks together.
-            operations: floating-point operations of a step, all ranks together.
+            tokens: of the steps since the last time, all ranks together.
+            operations: floating-point operations of these steps, all ranks together.
             devices: number of ranks.
         """
         found = Findings()
-        if self.steps:
-            seconds = self.seconds / self.steps
-            found.scalars["throughput/tokens-per-second"] = tokens / seconds
-            tflops = operations / seconds / devices / 1e12
+        if self.samples:
+            found.scalars["throughput/tokens-per-second"] = tokens / self.seconds
+            tflops = operations / self.seconds / devices / 1e12
             found.scalars["throughput/tflops-per-device"] = tflops
             peak = peak_tflops(torch.cuda.get_device_name())
             if peak:
@@ -122,7 +122,7 @@ class SpeedObserver:
             for phase in PHASES:
                 found.scalars[f"time/{phase}"] = float(totals[f"time {phase}"][0]) / ranks
             found.scalars["memory/max-allocated"] = float(totals["memory"][0])
-        self.seconds, self.steps = 0.0, 0
+        self.seconds, self.samples = 0.0, 0
         return found
 
 

@@ -66,8 +66,8 @@ class Telemetry:
         """Return what was observed since the last call, by all ranks, which must all call this.
 
         Args:
-            tokens: of a step, all ranks together.
-            operations: floating-point operations of a step, all ranks together.
+            tokens: of the steps since then, all ranks together.
+            operations: floating-point operations of these steps, all ranks together.
             devices: number of ranks.
         """
         totals = self.totals.reduce()

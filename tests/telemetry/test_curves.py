@@ -4,7 +4,7 @@ from pathlib import Path
 
 from torch.utils.tensorboard import SummaryWriter
 
-from megagate.telemetry.curves import drop_after, records
+from megagate.telemetry.curves import LENGTH, drop_after, records
 from tests.training import scalars
 
 SAMPLES_PER_STEP = 8
@@ -53,6 +53,25 @@ def test_a_killed_writer_leaves_half_a_record(tmp_path: Path) -> None:
     assert len(drop_after(tmp_path, 100)) == 1
     assert path.stat().st_size == ends[4]
     assert set(scalars(tmp_path)["lm loss"]) == {1, 2}
+
+
+@pytest.mark.parametrize("end", [bytes(64), LENGTH.pack(9) + bytes(4) + b"no event!" + bytes(4)])
+def test_a_crash_leaves_an_unreadable_end(tmp_path: Path, end: bytes) -> None:
+    write(tmp_path, range(1, 4), 1.0)
+    (path,) = tmp_path.iterdir()
+    whole = path.read_bytes()
+    path.write_bytes(whole + end)
+    (part,) = drop_after(tmp_path, 100)
+    assert path.read_bytes() == whole
+    assert part.read_bytes().endswith(end)
+
+
+def test_what_is_no_event_file_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "events.out.tfevents.1.host.gz"
+    path.write_bytes(b"something that a user has put here")
+    assert drop_after(tmp_path, 0) == []
+    assert list(tmp_path.iterdir()) == [path]
+    assert path.stat().st_size == 34
 
 
 def test_from_the_beginning(tmp_path: Path) -> None:

@@ -3,11 +3,18 @@
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from megagate.errors import UserError
 from megagate.pretrain.arguments import read
+from megagate.report import events as report
+from megagate.report.layers import shares
+from megagate.telemetry import speed
+from megagate.telemetry.observer import Histogram
 from megagate.telemetry.speed import peak_tflops, split
+from megagate.telemetry.totals import Totals
 from tests.distributed import run_distributed
 from tests.training import TINY, scalars, train
 
@@ -27,12 +34,14 @@ def run(argv: list[str]) -> str:
 
 @pytest.fixture(scope="module")
 def resumed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[str]]]:
-    """A run of 6 steps on 2 ranks that saved at 4 and went on from there: its directory, and what the ranks printed."""
+    """A run of 6 steps on 2 ranks that saved at 4 and went on from there to 8, without 5: its directory, and what the
+    ranks printed."""
     folder = tmp_path_factory.mktemp("resumed")
     base = [*TINY, *TENSOR, "--gate-preset", "sdpa-headwise", "--tensorboard-dir", str(folder / "tb"), "--save"]
     base += [str(folder / "checkpoints"), "--save-interval", "4", "--telemetry-interval", "2", "--train-iters"]
     first = run_distributed(run, 2, [*base, "6", "--exit-interval", "6"], timeout=100)
     again = [*base, "8", "--load", str(folder / "checkpoints"), "--ckpt-step", "4", "--override-opt-param-scheduler"]
+    again += ["--iterations-to-skip", "5"]
     second = run_distributed(run, 2, again, timeout=100)
     return folder, [first, second]
 
@@ -48,7 +57,7 @@ def test_each_value_is_written_once(resumed: tuple[Path, list[list[str]]]) -> No
         steps = [event.step for event in events.Scalars(tag)]
         assert len(steps) == len(set(steps)), tag
     steps = {tag: [event.step for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
-    assert steps["lm loss"] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert steps["lm loss"] == [1, 2, 3, 4, 6, 7, 8]
     for tag in ("gate/mean-score", "attention/first-token-share/layer-02", "activation/max", "time/forward"):
         assert steps[tag] == [2, 4, 6, 8], tag
     assert [event.step for event in events.Histograms("gate/scores/layer-01")] == [2, 4, 6, 8]
@@ -126,6 +135,29 @@ def test_refused(argv: list[str], message: str) -> None:
 
 def test_the_interval_is_that_of_the_log() -> None:
     assert read([*TINY, "--log-interval", "7"]).telemetry_interval == 7
+
+
+def test_speed_of_steps_of_several_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under a batch-size ramp, and with the time between steps left out."""
+    clock = iter([10.0, 12.0, 100.0, 101.0])
+    monkeypatch.setattr(speed.time, "perf_counter", lambda: next(clock))
+    observer = speed.SpeedObserver(totals := Totals(1, torch.device("cpu")))
+    for samples in (2, 4):
+        with observer.step(samples):
+            pass
+    assert observer.samples == 6
+    scalars = observer.findings(totals.reduce(), tokens=6 * 10, operations=9e12, devices=3).scalars
+    assert scalars == {"throughput/tokens-per-second": 20.0, "throughput/tflops-per-device": 1.0}
+    assert observer.findings(totals.reduce(), 0, 0, 3).scalars == {}
+
+
+def test_a_value_is_drawn_where_it_is() -> None:
+    """Also by TensorBoard, which spreads a bin over the way from the limit before."""
+    found = Histogram.of_values(torch.tensor([3.0, 100.0, 3.0, 7.0]))
+    assert (found.lowest, sum(found.counts)) == (3, 4)
+    drawn = report.Histogram(np.array(found.limits), np.array(found.counts), 3.0, 100.0, 28.25)
+    edges = np.array([0.0, 2.5, 6.5, 7.5, 99.5, 100.5])
+    assert shares(drawn, edges) == pytest.approx([0, 0.5, 0.25, 0, 0.25])
 
 
 def test_peaks_by_name() -> None:
