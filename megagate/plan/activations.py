@@ -103,15 +103,18 @@ def _attention(args: argparse.Namespace, layout: Layout, recomputed: tuple[str, 
     if args.position_embedding_type == "rope":
         rotated = int(channels * args.rotary_percent)
         saved += 4 * layout.sequence // layout.context * rotated * width  # cosines and sines for queries and keys
-    if args.qk_layernorm or args.position_embedding_type == "rope" or copied:
+    rotated_or_normed = args.qk_layernorm or args.position_embedding_type == "rope"
+    if rotated_or_normed or copied:
         saved += query
-    if layout.context > 1:
-        saved += 2 * key * layout.context  # of the whole sequence
-        saved += _masks(layout, width)
-        saved += query  # the chunks of the result are joined
-    elif args.qk_layernorm or args.position_embedding_type == "rope":
-        saved += key  # values are rows of linear_qkv
-    if "core_attn" not in recomputed:
+    if "core_attn" in recomputed:
+        saved += key if rotated_or_normed else 0  # values are rows of linear_qkv
+    else:
+        if layout.context > 1:
+            saved += 2 * key * layout.context  # of the whole sequence
+            saved += _masks(layout, width)
+            saved += query  # the chunks of the result are joined
+        elif rotated_or_normed:
+            saved += key
         saved += tokens * heads * FP32  # logarithms of the softmax' sums
     saved += query  # the result
     total = Counter(attention=saved)

@@ -110,7 +110,7 @@ def test_tables(tmp_path: Path) -> None:
     assert status == 0
     for part in ("998,182,770,688 parameters", "pipeline rank", "all-to-all", "MFU", "GPU-hours", "assumed", "fits"):
         assert part in text
-    assert json.loads(target.read_text(encoding="utf-8"))["layout"]["expert"] == 64
+    assert json.loads(target.read_text(encoding="utf-8"))["layout"]["expert"] == 16
 
 
 def test_published_figures_are_met_to_a_third(capsys: pytest.CaptureFixture[str]) -> None:

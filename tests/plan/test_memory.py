@@ -46,6 +46,7 @@ SAVED_ON_TWO_RANKS = [
     MIXED + "--expert-model-parallel-size 2",
     MIXED + TENSOR + "--expert-tensor-parallel-size 2",
     MIXED + "--context-parallel-size 2",
+    MIXED + "--context-parallel-size 2 " + SELECTIVE + "core_attn",
     MODEL + "--tensor-model-parallel-size 2 --gate-preset sdpa-headwise",
     MIXED.replace("--num-query-groups 4", "--num-query-groups 1") + TENSOR,
 ]
