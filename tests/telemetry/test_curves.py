@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 from torch.utils.tensorboard import SummaryWriter
 
 from megagate.telemetry.curves import LENGTH, drop_after, records
