@@ -62,7 +62,7 @@ class Builder:
         drawn = {}
         for run in self.runs:
             series = run.scalars.get(tag) if isinstance(tag, str) else tag(run)
-            if series is not None and len(series.steps):
+            if series is not None:
                 drawn[run.name] = self.position(run, series.steps), series.values
         return figures.Panel(title, drawn, is_log=is_log)
 

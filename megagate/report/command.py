@@ -59,13 +59,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _write(directory: Path, files: dict[str, bytes]) -> None:
-    """Write files, each under its name only when it is whole; the figures of an earlier report go."""
+    """Write files, under their names once all are whole; the figures of an earlier report go."""
+    whole = {name: directory / f"{name}.partial-{os.getpid()}" for name in files}
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        for name, content in files.items():
-            temporary = directory / f"{name}.partial-{os.getpid()}"
-            temporary.write_bytes(content)
-            temporary.replace(directory / name)
+        try:
+            for name, temporary in whole.items():
+                temporary.write_bytes(files[name])
+            for name, temporary in whole.items():
+                temporary.replace(directory / name)
+        finally:
+            for temporary in whole.values():
+                temporary.unlink(missing_ok=True)
         for name in sections.FIGURES:
             if f"{name}.png" not in files:
                 (directory / f"{name}.png").unlink(missing_ok=True)

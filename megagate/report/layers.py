@@ -17,7 +17,7 @@ def layer_tags(names: Iterable[str], tag: str) -> dict[int, str]:
 
 def last_by_layer(run: Run, tag: str) -> tuple[list[int], np.ndarray]:
     """Return the numbers of the blocks that have the tag, and the last value of each."""
-    tags = {layer: name for layer, name in layer_tags(run.scalars, tag).items() if len(run.scalars[name].steps)}
+    tags = layer_tags(run.scalars, tag)
     return list(tags), np.array([run.scalars[name].values[-1] for name in tags.values()])
 
 
@@ -27,7 +27,7 @@ def last_by_head(run: Run, tag: str) -> tuple[list[int], np.ndarray]:
     found = {
         (int(match[1]), int(match[2])): series.values[-1]
         for name, series in run.scalars.items()
-        if (match := pattern.match(name)) and len(series.values)
+        if (match := pattern.match(name))
     }
     layers, heads = sorted({layer for layer, _ in found}), sorted({head for _, head in found})
     return layers, np.array([[found.get((layer, head), np.nan) for head in heads] for layer in layers])

@@ -28,7 +28,7 @@ class Series:
     """A scalar over the iterations."""
 
     steps: np.ndarray
-    """[n] int64, increasing."""
+    """[n] int64, increasing; never empty."""
     values: np.ndarray
     """[n] float64."""
 
@@ -72,10 +72,7 @@ def find_events(directory: Path) -> Path:
         raise UserError(f"{directory} is not a directory: give what --save or --tensorboard-dir named")
     if any(directory.glob(PATTERN)):
         return directory
-    try:
-        found = sorted({path.parent for path in directory.rglob(PATTERN)})
-    except OSError as error:
-        raise UserError(f"cannot search {directory} for event files: {error.strerror}") from error
+    found = sorted({path.parent for path in directory.rglob(PATTERN)})
     if not found:
         raise UserError(
             f"{directory} holds no TensorBoard event files ({PATTERN}): was the run given --tensorboard-dir?"
@@ -155,8 +152,10 @@ def join(name: str, directory: Path, files: Sequence[EventFile], checkpoints: Se
     ends = [min((step for step in first_steps[i + 1 :] if step is not None), default=None) for i in range(len(told))]
     for tag in dict.fromkeys(tag for file in told for tag in file.scalars):
         parts = [(*file.scalars.get(tag, ((), ())), end) for file, end in zip(told, ends, strict=True)]
-        run.scalars[tag], dropped = _joined(parts)
+        series, dropped = _joined(parts)
         run.dropped += dropped
+        if len(series.steps):
+            run.scalars[tag] = series
     for file, end in zip(told, ends, strict=True):
         for tag, histograms in file.histograms.items():
             kept = [pair for pair in histograms if end is None or pair[0] < end]
@@ -204,16 +203,15 @@ def _sequence_lengths(files: Sequence[EventFile], ends: Sequence[int | None], st
 
 def _arguments_of_checkpoint(directories: Sequence[Path]) -> dict[str, str]:
     """Return the arguments in the newest checkpoint of the first directory that has one; empty if none has."""
-    if not any((directory / "latest_checkpointed_iteration.txt").is_file() for directory in directories):
-        return {}  # without the seconds that torch takes to import
-    from megagate.checkpoint.load import TRACKER, checkpoint_arguments, find_complete
-
     for directory in directories:
-        if (directory / TRACKER).is_file():
+        if (directory / "latest_checkpointed_iteration.txt").is_file():
+            from megagate.checkpoint.load import checkpoint_arguments, find_complete  # torch takes seconds to import
+            from megagate.data.tokenizer import quiet
+
             try:
-                return {
-                    name: str(value) for name, value in vars(checkpoint_arguments(find_complete(directory))).items()
-                }
+                with quiet():
+                    arguments = checkpoint_arguments(find_complete(directory))
             except UserError:
                 continue
+            return {name: str(value) for name, value in vars(arguments).items()}
     return {}

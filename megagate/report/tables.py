@@ -109,7 +109,7 @@ def _summary(run: Run, spike_deviations: float) -> dict[str, str]:
     share, floor = final(run.scalars.get(FIRST_TOKEN)), final(run.scalars.get(FLOOR))
     return {
         "gate": gate_of(run),
-        "iterations": f"{max(int(series.steps[-1]) for series in run.scalars.values() if len(series.steps)):,}",
+        "iterations": f"{max(int(series.steps[-1]) for series in run.scalars.values()):,}",
         "tokens": f"{run.tokens.values[-1]:,.0f}" if run.tokens is not None else NOTHING,
         "final training loss": number(final(loss)),
         "best validation loss": _best(run.scalars.get(VALIDATION)),

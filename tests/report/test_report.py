@@ -226,6 +226,10 @@ def test_wrong_options(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=said):
             main([str(run), *words])
     assert {path.name for path in tmp_path.iterdir()} == {"file", "run"}
+    (tmp_path / "out" / "loss.png").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"cannot write to --output .*: Is a directory"):
+        main([str(run), "--output", str(tmp_path / "out")])
+    assert not list((tmp_path / "out").glob("*.partial-*"))
 
 
 def test_gates_are_named_from_the_arguments() -> None:
