@@ -19,6 +19,7 @@ from megatron.training.utils import get_blend_and_blend_per_split
 
 from megagate.data.index_file import open_index
 from megagate.data.validate import REMOTE, fingerprint
+from megagate.pretrain import fim
 
 Change = tuple[str, str]
 """What something was and what it is now, in words."""
@@ -38,7 +39,7 @@ def record(args: argparse.Namespace) -> dict[str, Any]:
         "--seed": args.seed,
         "--split": args.split and args.split.replace(" ", ""),
         "--dataloader-type": args.dataloader_type,
-        "--fim-data": _fill_in_the_middle(args),
+        "--fim-data": fim.describe(args),
     }
     return {
         "settings": settings,
@@ -49,15 +50,6 @@ def record(args: argparse.Namespace) -> dict[str, Any]:
         else f"--train-iters {args.train_iters} x {args.global_batch_size}",
         "samples": _samples(args, *local[0]) if local else None,
     }
-
-
-def _fill_in_the_middle(args: argparse.Namespace) -> str:
-    """Return, in words, how samples are cut and put together again."""
-    if not args.fim_data:
-        return "off"
-    words = ("rate", "spm_rate", "split_sample", "fragment_rate", "no_prefix")
-    values = ((word, getattr(args, f"fim_{word}")) for word in words)
-    return ", ".join(f"--fim-{word.replace('_', '-')} {value}" for word, value in values if value is not None)
 
 
 def _absolute(path: str) -> str:

@@ -19,12 +19,20 @@ from megagate.pretrain.checked_datasets import CheckedGPTDataset
 PARTS = ("prefix", "middle", "suffix", "pad", "eod")
 """Each has a flag, `--fim-PART-token`."""
 
+OPTIONS = ("fim_rate", "fim_spm_rate", "fim_split_sample", "fim_fragment_rate", "fim_no_prefix")
+
 
 def settings(args: argparse.Namespace) -> dict[str, Any]:
     """Return the fields of the dataset's configuration that `--fim-data` fills."""
-    names = ("fim_rate", "fim_spm_rate", "fim_split_sample", "fim_fragment_rate", "fim_no_prefix")
     tokens = {part: getattr(args, f"fim_{part}_token") for part in PARTS}
-    return {name: getattr(args, name) for name in names} | {"fim_extra_tokens": tokens}
+    return {name: getattr(args, name) for name in OPTIONS} | {"fim_extra_tokens": tokens}
+
+
+def describe(args: argparse.Namespace) -> str:
+    """Return, in words, how documents are cut and put together again."""
+    values = {name: getattr(args, name) for name in OPTIONS if args.fim_data}
+    given = [f"--{name.replace('_', '-')} {value}" for name, value in values.items() if value is not None]
+    return ", ".join(given) or "off"
 
 
 def check(args: argparse.Namespace, tokenizer: Any) -> None:
@@ -40,20 +48,23 @@ def check(args: argparse.Namespace, tokenizer: Any) -> None:
             f"{args.tokenizer_type} cannot: use ByteLevelTokenizer, TikTokenizer, or HuggingFaceTokenizer with "
             "--tokenizer-hf-no-include-special-tokens"
         )
-    tokens = settings(args)["fim_extra_tokens"]
-    ids = dict(zip(tokens, library.tokens_to_ids(list(tokens.values())), strict=True))
-    for part, token in ids.items():
-        if not isinstance(token, int) or token == library.unk_id:
+    tokens = {f"--fim-{part}-token": getattr(args, f"fim_{part}_token") for part in PARTS}
+    if args.fim_split_sample is not None:
+        tokens["--fim-split-sample"] = args.fim_split_sample
+    ids = {flag: _id(library, token) for flag, token in tokens.items()}
+    for flag, token in ids.items():
+        if token is None:
             raise UserError(
-                f"the tokenizer has no token {tokens[part]} (--fim-{part}-token): name one that it has, or add it "
+                f"the tokenizer has no token {tokens[flag]} ({flag}): name one that it has, or add it "
                 "(--tokenizer-special-tokens)"
             )
-    if ids["eod"] != tokenizer.eod:
+    end = "--fim-eod-token"
+    if ids[end] != tokenizer.eod:
         raise UserError(
-            f"--fim-eod-token {tokens['eod']} is token {ids['eod']}, but documents end with {tokenizer.eod}: name that "
-            "one, or parts of two documents would be mixed"
+            f"{end} {tokens[end]} is token {ids[end]}, but documents end with {tokenizer.eod}: name that one, or parts "
+            "of two documents would be mixed"
         )
-    if len({ids[part] for part in ("prefix", "middle", "suffix", "eod")}) < 4:
+    if len({ids[f"--fim-{part}-token"] for part in PARTS if part != "pad"}) < len(PARTS) - 1:
         raise UserError("--fim-prefix-token, -middle-token, -suffix-token and -eod-token must differ")
     if args.fim_split_sample is not None and args.fim_fragment_rate is None:
         raise UserError("--fim-split-sample has no effect without --fim-fragment-rate: add it")
@@ -63,6 +74,15 @@ def check(args: argparse.Namespace, tokenizer: Any) -> None:
             raise UserError(f"--{name.replace('_', '-')} {rate} is no probability: give 0 to 1")
     if args.dataloader_defer_npy_index_mmap:
         raise UserError("--fim-data cannot be combined with --dataloader-defer-npy-index-mmap: leave one of them out")
+
+
+def _id(library: Any, token: str) -> int | None:
+    """Return the id of a token; None where the tokenizer has no such token."""
+    try:
+        (found,) = library.tokens_to_ids([token])
+    except KeyError:
+        return None
+    return found if isinstance(found, int) and found != library.unk_id else None
 
 
 class FimDataset(CheckedGPTDataset, GPTFIMDataset):

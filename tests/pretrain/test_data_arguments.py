@@ -12,6 +12,11 @@ def test_position_reset_needs_absolute_positions() -> None:
         read([*TINY, "--reset-position-ids", "--position-embedding-type", "rope"])
 
 
+def test_no_sharding_is_refused() -> None:
+    with pytest.raises(UserError, match="--no-data-sharding has no effect"):
+        read([*TINY, "--no-data-sharding"])
+
+
 def test_the_evaluation_interval_has_a_default() -> None:
     at = TINY.index("--eval-interval")
     assert read([*TINY[:at], *TINY[at + 2 :]]).eval_interval == 1000
