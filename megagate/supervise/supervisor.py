@@ -20,7 +20,7 @@ from megagate.errors import UserError
 from megagate.supervise import preflight, records, slurm
 from megagate.supervise.decide import EXIT_AGAIN, Action, Attempt, Decision, Kind, Policy, decide
 from megagate.supervise.records import History
-from megagate.supervise.watch import Watch
+from megagate.supervise.watch import Watch, send
 
 TRAINER = "megagate.pretrain"
 END_TIME_VARIABLE = "MEGAGATE_END_TIME"
@@ -95,11 +95,14 @@ class Supervisor:
         return lock
 
     def _attempts(self) -> list[Attempt]:
-        """Return the attempts that have ended, the oldest first."""
-        return [
-            Attempt(Kind(end["kind"]), end["started_at"], end["step"], end["saved"], end.get("host"), end.get("signal"))
-            for end in self.history.of("end")
-        ]
+        """Return the attempts that have ended since someone last started the run by hand, the oldest first."""
+        attempts: list[Attempt] = []
+        for end in self.history.of("end"):
+            kind, steps = Kind(end["kind"]), (end["started_at"], end["step"], end["saved"])
+            attempts.append(Attempt(kind, *steps, end.get("host"), end.get("signal")))
+            if end["decision"] in (Action.DONE, Action.STOP, Action.GIVE_UP):
+                attempts = []  # whatever was wrong may have been mended
+        return attempts
 
     def _close_lost_attempt(self) -> None:
         """Write the end of an attempt whose supervisor went away with its node."""
@@ -152,9 +155,7 @@ class Supervisor:
         while child.poll() is None:
             late = time.time() - started > self.settings.preflight_limit
             if late or self._stop is not None:
-                child.terminate()  # srun ends its tasks
-                if slurm.job() is not None:
-                    slurm.signal_ranks("KILL")
+                send(child, "KILL")
                 child.wait()
             time.sleep(0.1)
         if self._stop is not None:
@@ -225,13 +226,12 @@ class Supervisor:
             from megagate.checkpoint.keep import roll_back  # imports torch
 
             print(f"megagate: going back to step {roll_back(self.save, 1)}", flush=True)
-        if self._stop is not None and decision.action is not Action.REQUEUE:
-            return EXIT_AGAIN
-        if decision.action is Action.REQUEUE:
-            return self._requeue(decision)
         deadline = time.time() + decision.wait
-        while time.time() < deadline and self._stop is None:
+        while decision.action is not Action.REQUEUE and time.time() < deadline and self._stop is None:
             time.sleep(min(1.0, decision.wait))
+        out_of_time = self._stop == "SIGUSR1" and self.settings.policy.can_requeue
+        if decision.action is Action.REQUEUE or out_of_time:
+            return self._requeue(decision)
         return None if self._stop is None else EXIT_AGAIN
 
     def _requeue(self, decision: Decision) -> int:

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from megagate.supervise import slurm
 from megagate.supervise.decide import PATTERNS, Attempt, Kind
@@ -111,7 +111,6 @@ class Watch:
         self._told: str | None = None
         self._hung = ""
         self._started = time.time()
-        self._in_slurm = command[0].endswith("srun")
         self._child = subprocess.Popen(
             command,
             env=environment,
@@ -173,17 +172,7 @@ class Watch:
         self._send("KILL")
 
     def _send(self, name: str) -> None:
-        if self._in_slurm:
-            slurm.signal_ranks(name)
-            return
-        import psutil
-
-        with contextlib.suppress(psutil.NoSuchProcess):
-            child = psutil.Process(self._child.pid)
-            for process in [child, *child.children(recursive=True)]:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    if name == "KILL" or not LAUNCHER.search(" ".join(process.cmdline())):
-                        process.send_signal(signal.Signals[f"SIG{name}"])
+        send(self._child, name)
 
     def _attempt(self) -> Attempt:
         """Conclude how the attempt ended from the ranks' own words, torchrun's report, the log and the exit status."""
@@ -248,6 +237,21 @@ class Watch:
         with contextlib.suppress(OSError, IndexError):
             return (self.folder / "stacks" / f"rank_{rank}.txt").read_text(encoding="utf-8").splitlines()[0]
         return None
+
+
+def send(child: subprocess.Popen, name: str) -> None:
+    """Send a signal, such as "USR1", to the ranks that `child` has started, and to what they have started."""
+    if str(cast(list[str], child.args)[0]).endswith("srun"):
+        slurm.signal_ranks(name)
+        return
+    import psutil
+
+    with contextlib.suppress(psutil.NoSuchProcess):
+        parent = psutil.Process(child.pid)
+        for process in [parent, *parent.children(recursive=True)]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if name == "KILL" or not LAUNCHER.search(" ".join(process.cmdline())):
+                    process.send_signal(signal.Signals[f"SIG{name}"])
 
 
 def stacks(folder: Path) -> tuple[list[str], list[str]]:

@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
+
 DAEMONS = ("munged", "slurmctld", "slurmd", "sbatch")
 NODES = ("n1", "n2", "n3")
 CONFIGURATION = """\
@@ -111,17 +113,17 @@ class Cluster:
 
     def kill_node(self, node: str) -> None:
         """End a node as a power failure does: its slurmd and all that runs there, at once."""
-        import psutil
-
-        for process in psutil.process_iter(["environ"]):
-            if (process.info["environ"] or {}).get("SLURMD_NODENAME") == node:
-                process.kill()
-        for process in psutil.process_iter(["cmdline"]):
-            if " ".join(process.info["cmdline"] or []).startswith("slurmstepd:") and node in process.info["cmdline"][0]:
-                process.kill()
+        for process in self.processes_on(node):
+            process.kill()
         daemon = self.processes.pop(node)
         daemon.kill()
         daemon.wait()
+
+    def processes_on(self, node: str) -> list[psutil.Process]:
+        """Return what jobs of this cluster have running on a node."""
+        mine = {"SLURMD_NODENAME": node, "SLURM_CONF": str(self.configuration)}
+        found = psutil.process_iter(["environ"])
+        return [process for process in found if mine.items() <= (process.info["environ"] or {}).items()]
 
     def _start(self, program: str, *words: str, name: str | None = None) -> None:
         log = open(self.folder / f"{name or program}.out", "ab")  # noqa: SIM115 - the daemon's

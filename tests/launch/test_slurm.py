@@ -3,7 +3,6 @@
 import sys
 from pathlib import Path
 
-import psutil
 import pytest
 
 from megagate.supervise.status import screen
@@ -52,14 +51,11 @@ def test_the_time_limit_itself(cluster: Cluster, tmp_path: Path) -> None:
     run.check_equals_uninterrupted()
 
 
-def kill_a_rank(node: str) -> None:
+def kill_a_rank(cluster: Cluster, node: str) -> None:
     """SIGKILL the rank on a node."""
-    for process in psutil.process_iter(["cmdline", "environ"]):
-        words, environment = process.info["cmdline"] or [], process.info["environ"] or {}
-        if environment.get("SLURMD_NODENAME") == node and "RANK" in environment and "megagate.pretrain" in words:
-            process.kill()
-            return
-    raise AssertionError(f"no rank on {node}")
+    ranks = [process for process in cluster.processes_on(node) if "RANK" in process.info["environ"]]
+    assert ranks
+    ranks[0].kill()
 
 
 @pytest.mark.full
@@ -68,7 +64,7 @@ def test_a_killed_rank(cluster: Cluster, tmp_path: Path) -> None:
     run = Run(cluster, tmp_path / "run", steps=100, name="killed")
     job = run.submit(interval=10)
     run.wait_for_step(15)
-    kill_a_rank("n2")
+    kill_a_rank(cluster, "n2")
     wait_for(lambda: len(run.ends()) == 1, 100, run.log())
     run.wait_for_state(job, "COMPLETED", seconds=300)
     first, last = run.ends()

@@ -87,6 +87,9 @@ def test_the_same_step_three_times(tmp_path: Path) -> None:
     assert status == 3, output
     assert [end["decision"] for end in run.ends] == ["restart", "restart", "give up"]
     assert "3 failures in a row at step 7" in output
+    status, output = run.run()  # someone has looked at it: counted anew
+    assert status == 3, output
+    assert [end["decision"] for end in run.ends] == ["restart", "restart", "give up"] * 2
 
 
 def test_a_mistake_of_the_user(tmp_path: Path) -> None:
