@@ -79,7 +79,7 @@ def clean(save: Path) -> list[int]:
     """
     for path in save.glob(f"{REMOVED}*"):
         shutil.rmtree(path, ignore_errors=True)
-    last = tracked(save)
+    last = 0 if not (save / TRACKER).is_file() else tracked(save)
     if last is None:
         return []
     left = [step for step in steps(save) if step > last and missing_piece(directory(save, step)) is not None]

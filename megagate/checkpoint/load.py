@@ -40,7 +40,11 @@ def choose_checkpoint(args: argparse.Namespace) -> Path | None:
         return None
     directory = Path(source)
     with _reading(directory):
-        is_empty = not (directory / TRACKER).is_file() and args.ckpt_step is None and not _iterations(directory)
+        never_saved = not (directory / TRACKER).is_file() and args.ckpt_step is None
+        left = [directory / _name(iteration) for iteration in _iterations(directory)] if never_saved else []
+    is_empty = never_saved and not left
+    if left and args.allow_fresh_start and flag == "--load" and all(missing_piece(path) for path in left):
+        is_empty = True  # the first save of the run was interrupted
     if is_empty and args.allow_fresh_start and flag == "--load":
         args.load = None
         return None

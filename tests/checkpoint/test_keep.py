@@ -60,9 +60,14 @@ def test_what_an_interrupted_save_left_goes(tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".removed*"))
 
 
-@pytest.mark.parametrize("tracker", [None, "release"])
-def test_nothing_goes_where_the_tracker_does_not_name_a_step(tmp_path: Path, tracker: str | None) -> None:
-    make(tmp_path, 10, incomplete=(20,), tracked=tracker)
+def test_what_an_interrupted_first_save_left_goes(tmp_path: Path) -> None:
+    make(tmp_path, 10, incomplete=(20,))
+    assert keep.clean(tmp_path) == [20]
+    assert keep.prune(tmp_path, 1, None) == []
+
+
+def test_nothing_goes_where_the_tracker_does_not_name_a_step(tmp_path: Path) -> None:
+    make(tmp_path, 10, incomplete=(20,), tracked="release")
     assert keep.clean(tmp_path) == []
     assert keep.prune(tmp_path, 1, None) == []
 

@@ -114,6 +114,17 @@ def test_a_fresh_start_is_not_taken_where_there_is_a_checkpoint(directory: Path)
         choose_checkpoint(arguments(directory, allow_fresh_start=True))
 
 
+def test_a_first_save_that_was_interrupted_is_no_checkpoint(directory: Path) -> None:
+    (directory / TRACKER).unlink()
+    for checkpoint in directory.glob("iter_*"):
+        (checkpoint / ".metadata").unlink()
+    with pytest.raises(UserError, match="no complete checkpoint"):
+        choose_checkpoint(arguments(directory))
+    args = arguments(directory, allow_fresh_start=True)
+    assert choose_checkpoint(args) is None
+    assert args.load is None
+
+
 def test_a_pretrained_checkpoint_is_taken_where_there_is_no_other(directory: Path, tmp_path: Path) -> None:
     for load in (None, tmp_path / "empty"):
         args = arguments(load, pretrained_checkpoint=str(directory))

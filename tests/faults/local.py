@@ -1,5 +1,6 @@
 """A supervised run of the tiny model on this machine, and ways to hurt it."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -58,18 +59,21 @@ class LocalRun:
 
     def ranks(self) -> list[psutil.Process]:
         """Return the processes of the ranks, in the order of their ranks, without data-loader workers."""
-        found = []
+        found: dict[int, tuple[str, int, psutil.Process]] = {}
         for process in self.processes():
-            words = process.cmdline()
-            if "megagate.pretrain" in words and "run" not in words and "torch.distributed.run" not in words:
-                found.append((process.environ().get("RANK"), process))
-        main = [(rank, process) for rank, process in found if process.ppid() not in {other.pid for _, other in found}]
-        return [process for _, process in sorted(main, key=lambda pair: pair[0])]
+            with contextlib.suppress(psutil.Error):  # it may just end
+                words, rank = process.cmdline(), process.environ().get("RANK")
+                if rank is not None and "megagate.pretrain" in words and "torch.distributed.run" not in words:
+                    found[process.pid] = rank, process.ppid(), process
+        ranks = sorted(found.values(), key=lambda entry: entry[:2])
+        return [process for _, parent, process in ranks if parent not in found]
 
     def processes(self) -> list[psutil.Process]:
         """Return all processes below the supervisor."""
         assert self.process is not None
-        return psutil.Process(self.process.pid).children(recursive=True)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return psutil.Process(self.process.pid).children(recursive=True)
+        return []
 
     def step(self) -> int:
         """Return the last step of the current attempt, -1 before its first."""
@@ -99,7 +103,8 @@ class LocalRun:
     def check_equals_uninterrupted(self) -> None:
         """Compare every loss and the last checkpoint with those of a run without faults, bit for bit."""
         save, curve = self.folder / "uninterrupted", self.folder / "uninterrupted_curve"
-        run_distributed(train, 2, [*self.argv, "--save", str(save), "--tensorboard-dir", str(curve)], timeout=280)
+        argv = [*self.argv, "--num-workers", "0", "--save", str(save), "--tensorboard-dir", str(curve)]
+        run_distributed(train, 2, argv, timeout=280)
         expected, found = scalars(curve), scalars(self.curve)
         for tag in ("lm loss", "grad-norm"):
             assert found[tag] == expected[tag], tag

@@ -57,6 +57,7 @@ def test_random_kills(run: LocalRun) -> None:
         time.sleep(generator.uniform(0, 4))
         if run.process.poll() is not None:
             break
+        wait_for(run.ranks, 240, run.log())
         generator.choice(run.ranks()).kill()
         wait_for(lambda number=number: len(run.events("end")) >= number, 240, run.log())
     assert run.wait(1200) == 0, run.log()
@@ -65,7 +66,7 @@ def test_random_kills(run: LocalRun) -> None:
 
 
 def test_a_stopped_rank(run: LocalRun) -> None:
-    run.start("--back-off 0 --hang-after 15")
+    run.start("--back-off 0 --hang-after 60")
     run.wait_for_step(12)
     run.ranks()[1].send_signal(signal.SIGSTOP)
     assert run.wait(900) == 0, run.log()
