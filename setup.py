@@ -22,6 +22,7 @@ def read_description() -> str:
     return readme.read_text(encoding="utf-8") if readme.exists() else ""
 
 
+EVAL = ["accelerate", "lm-eval", "transformers"]
 GDN = ["flash-linear-attention"]
 MUON = ["emerging-optimizers"]
 PARQUET = ["pyarrow"]
@@ -53,7 +54,7 @@ setup(
     ],
     extras_require={
         "te": ["transformer-engine[pytorch]"],
-        "eval": ["lm-eval", "transformers"],
+        "eval": EVAL,
         "gdn": GDN,
         "muon": MUON,
         "parquet": PARQUET,
@@ -61,6 +62,7 @@ setup(
         "tiktoken": TIKTOKEN,
         "zstd": ZSTD,
         "dev": [
+            *EVAL,
             *GDN,
             *MUON,
             *PARQUET,
@@ -72,7 +74,6 @@ setup(
             "pytest",
             "pytest-timeout",
             "ruff",
-            "transformers",
             "types-PyYAML",
         ],
     },

@@ -4,9 +4,9 @@ import argparse
 import os
 
 from megagate.errors import EXIT_USER_ERROR, UserError, run_command
-from megagate.evaluate import perplexity, sinks
+from megagate.evaluate import harness, perplexity, sinks
 
-MEASUREMENTS = {"perplexity": perplexity, "sinks": sinks}
+MEASUREMENTS = {"perplexity": perplexity, "sinks": sinks, "harness": harness}
 
 
 def main() -> int:

@@ -5,8 +5,16 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from megagate.evaluate.load import find_checkpoint
+from megagate.evaluate.load import (
+    LoadedModel,
+    check_tokenizer,
+    find_checkpoint,
+    load_model,
+    one_process_arguments,
+    tokenizer_of,
+)
 
 
 def is_hugging_face(directory: Path) -> bool:
@@ -37,3 +45,27 @@ def as_checkpoint(directory: Path) -> Iterator[Path]:
         checkpoint = Path(temporary) / "checkpoint"
         import_checkpoint(directory, checkpoint)
         yield checkpoint
+
+
+@contextlib.contextmanager
+def opened(
+    directory: Path, step: int | None = None, tokenizer_model: str | None = None
+) -> Iterator[tuple[LoadedModel, Any]]:
+    """Give the model of a directory on this process, and its tokenizer.
+
+    Args:
+        directory: a checkpoint's or a Hugging Face model's.
+        step: the iteration of a checkpoint, the newest complete one if None.
+        tokenizer_model: where the tokenizer is now, if it has moved.
+
+    Raises:
+        UserError: there is no such model, or the tokenizer is another one than its own.
+    """
+    with as_checkpoint(directory) as checkpoint:
+        step = None if is_hugging_face(directory) else step
+        args = one_process_arguments(find_checkpoint(checkpoint, step))
+        tokenizer = tokenizer_of(args, tokenizer_model)
+        check_tokenizer(tokenizer, args, tokenizer_model)
+        print(f"loading {directory}", file=sys.stderr, flush=True)
+        with load_model(checkpoint, step) as loaded:
+            yield loaded, tokenizer

@@ -24,10 +24,9 @@ from typing import Any
 from megagate.data.tokenizer import quiet
 from megagate.errors import UserError, reason
 from megagate.evaluate.decoder import Decoder
-from megagate.evaluate.directories import as_checkpoint, check_directory, is_hugging_face
+from megagate.evaluate.directories import check_directory, opened
 from megagate.evaluate.layout import refuse_ranks
-from megagate.evaluate.load import LoadedModel, find_checkpoint, load_model, one_process_arguments, tokenizer_of
-from megagate.evaluate.perplexity import check_tokenizer
+from megagate.evaluate.load import LoadedModel
 from megagate.evaluate.sampling import Sampling
 
 END, LENGTH, POSITIONS = "end of document", "length", "positions"
@@ -303,24 +302,18 @@ def run(options: argparse.Namespace) -> int:
     check_directory(options.load, options.ckpt_step)
     prompts = read_prompts(options)
     speed = Speed()
-    with quiet(), as_checkpoint(options.load) as directory:
-        step = None if is_hugging_face(options.load) else options.ckpt_step
-        args = one_process_arguments(find_checkpoint(directory, step))
-        tokenizer = tokenizer_of(args, options.tokenizer_model)
-        check_tokenizer(tokenizer, args, options.tokenizer_model)
-        print(f"loading {options.load}", file=sys.stderr, flush=True)
-        with load_model(directory, step) as loaded:
-            found = complete(
-                loaded,
-                tokenizer,
-                prompts,
-                max_new_tokens=options.max_new_tokens,
-                sampling=sampling,
-                micro_batch_size=options.micro_batch_size,
-                show=_show,
-                speed=speed,
-            )
-            completions = list(found)
+    with quiet(), opened(options.load, options.ckpt_step, options.tokenizer_model) as (loaded, tokenizer):
+        found = complete(
+            loaded,
+            tokenizer,
+            prompts,
+            max_new_tokens=options.max_new_tokens,
+            sampling=sampling,
+            micro_batch_size=options.micro_batch_size,
+            show=_show,
+            speed=speed,
+        )
+        completions = list(found)
     print(speed, file=sys.stderr, flush=True)
     if options.output:
         lines = [json.dumps(asdict(completion), ensure_ascii=False) + "\n" for completion in completions]

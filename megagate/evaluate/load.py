@@ -155,6 +155,15 @@ def tokenizer_of(args: argparse.Namespace, tokenizer_model: str | None = None) -
     return build_tokenizer(**options)
 
 
+def check_tokenizer(tokenizer: Any, args: argparse.Namespace, moved_to: str | None) -> None:
+    """Raise UserError if a tokenizer is another one than the checkpoint's."""
+    if max(tokenizer.vocab_size, args.vocab_size or 0) != args.tokenizer_vocab_size:
+        raise UserError(
+            f"the checkpoint was written with a tokenizer of {args.tokenizer_vocab_size} tokens, but "
+            f"{moved_to or args.tokenizer_model} has {tokenizer.vocab_size}: give its own with --tokenizer-model"
+        )
+
+
 @contextlib.contextmanager
 def load_model(
     directory: Path, step: int | None = None, *, in_fp32: bool = False, layout: Layout | None = None

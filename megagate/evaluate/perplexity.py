@@ -51,7 +51,14 @@ from megagate.evaluate.documents import (
     token_counts,
 )
 from megagate.evaluate.layout import SIZES, Layout, add_layout_arguments
-from megagate.evaluate.load import LoadedModel, find_checkpoint, load_model, one_process_arguments, tokenizer_of
+from megagate.evaluate.load import (
+    LoadedModel,
+    check_tokenizer,
+    find_checkpoint,
+    load_model,
+    one_process_arguments,
+    tokenizer_of,
+)
 from megagate.evaluate.report import DatasetResult, Result, table
 
 if TYPE_CHECKING:
@@ -286,12 +293,3 @@ def tokenizer_for_text(args: argparse.Namespace, moved_to: str | None) -> Any:
         return None
     check_tokenizer(tokenizer, args, moved_to)
     return tokenizer
-
-
-def check_tokenizer(tokenizer: Any, args: argparse.Namespace, moved_to: str | None) -> None:
-    """Raise UserError if a tokenizer is another one than the checkpoint's."""
-    if max(tokenizer.vocab_size, args.vocab_size or 0) != args.tokenizer_vocab_size:
-        raise UserError(
-            f"the checkpoint was written with a tokenizer of {args.tokenizer_vocab_size} tokens, but "
-            f"{moved_to or args.tokenizer_model} has {tokenizer.vocab_size}: give its own with --tokenizer-model"
-        )

@@ -79,3 +79,16 @@ def hugging_face(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("hugging_face") / "model"
     model.save_pretrained(directory)
     return directory
+
+
+@pytest.fixture(scope="session")
+def text_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of a random gated model with experts and a tokenizer of text."""
+    from megagate.data.train_tokenizer import main as train_tokenizer
+
+    folder = tmp_path_factory.mktemp("text")
+    (folder / "corpus.txt").write_text("\n".join(runs.sentences(400, seed=4)), encoding="utf-8")
+    words = ["--input", str(folder / "corpus.txt"), "--output-prefix", str(folder / "tokenizer"), "--vocab-size", "340"]
+    assert train_tokenizer(words) == 0
+    run_distributed(runs.pretrain_on_text, 1, folder / "checkpoints", folder / "tokenizer.model")
+    return folder / "checkpoints"

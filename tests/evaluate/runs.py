@@ -44,6 +44,28 @@ def pretrain(folder: Path, data: dict[str, str], flags: list[str]) -> None:
     train([*MODEL, *EXPERTS, *RUN, *paths, *saved, *cache, *flags])
 
 
+TEXT_LENGTH = 128
+
+
+def sentences(count: int, seed: int) -> list[str]:
+    """Return sentences of a few words."""
+    words = (
+        "the a cat dog sun river old small blue quick sees finds crosses likes moon house near under 12 7 345".split()
+    )
+    generator = np.random.default_rng(seed)
+    return [" ".join(generator.choice(words, generator.integers(4, 12))).capitalize() + "." for _ in range(count)]
+
+
+def pretrain_on_text(folder: Path, tokenizer: Path) -> None:
+    """Make a checkpoint of a random model with a SentencePiece tokenizer, on this rank."""
+    flags = (
+        f"--seq-length {TEXT_LENGTH} --max-position-embeddings {TEXT_LENGTH} --micro-batch-size 1 --train-iters 1 "
+        "--lr 1e-3 --mock-data --num-workers 0 --eval-iters 0 --save-interval 1 --init-method-std 0.2 "
+        "--gate-preset sdpa-headwise --global-batch-size 1 --tokenizer-type SentencePieceTokenizer"
+    )
+    train([*MODEL, *EXPERTS, *flags.split(), "--tokenizer-model", str(tokenizer), "--save", str(folder)])
+
+
 def options_of(words: list[str]) -> argparse.Namespace:
     """Parse the flags of `tools/evaluate.py perplexity`."""
     from megagate.evaluate import perplexity
