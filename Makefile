@@ -20,6 +20,9 @@ NO_VENV = $(1) lacks the venv and ensurepip modules that make .venv: install the
 python3.12-venv), or name another Python with `make venv PYTHON312=/path/to/python3.12`
 OLD_VENV = .venv here does not run Python 3.12 or newer: remove it with `rm -r .venv` and run make again
 
+# Processes that `make test` shares the test files among; each starts up to four more. `make test WORKERS=4` on more cores.
+WORKERS ?= 2
+
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test test-full lint bench clean
 
@@ -34,7 +37,7 @@ demo: $(STAMP)  ## train and evaluate a small gated model and its baseline on th
 	@$(PYTHON) examples/quickstart/run.py
 
 test: $(STAMP)  ## the tests that fit a laptop
-	@$(PYTHON) -m pytest -m "not full"
+	@$(PYTHON) -m pytest -m "not full" -n $(WORKERS) --dist loadfile
 
 test-full: $(STAMP)  ## every test, the whole matrix of parallel layouts included
 	@$(PYTHON) -m pytest

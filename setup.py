@@ -73,6 +73,7 @@ setup(
             "mypy",
             "pytest",
             "pytest-timeout",
+            "pytest-xdist",
             "ruff",
             "types-PyYAML",
         ],
