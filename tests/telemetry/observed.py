@@ -82,6 +82,7 @@ def recompute(case: Case) -> Scalars:
     from megatron.core.transformer.attention import SelfAttention
     from megatron.core.transformer.moe.router import TopKRouter
 
+    from megagate.gate.config import GatePosition
     from megagate.gate.functional import gate_scores
 
     seen: dict[tuple[str, int], list[Any]] = {}
@@ -97,6 +98,9 @@ def recompute(case: Case) -> Scalars:
                 if isinstance(module, SelfAttention):
                     module.linear_qkv.register_forward_hook(
                         lambda _, __, output, block=block: keep("mixed", block, output[0].detach().double())
+                    )
+                    module.core_attention.register_forward_hook(
+                        lambda _, __, output, block=block: keep("context", block, output.detach().double())
                     )
                     module.core_attention.register_forward_pre_hook(
                         lambda _, inputs, block=block: keep(
@@ -118,6 +122,7 @@ def recompute(case: Case) -> Scalars:
         attentions = [module for module in model[0].modules() if isinstance(module, SelfAttention)]
         step()
     by_block: dict[str, dict[int, float]] = {}
+    by_head: Scalars = {}
 
     def found(tag: str, block: int, value: Any) -> None:
         by_block.setdefault(tag, {})[block] = float(value)
@@ -128,8 +133,16 @@ def recompute(case: Case) -> Scalars:
                 attention: Any = attentions[block - 1]
                 if getattr(attention, "gate", None) is None or not attention.gate.is_fused:
                     continue
-                logits = torch.cat([attention.layout.split(mixed).gate for mixed in values], dim=1).float()
-                scores = gate_scores(logits, attention.gate).double()
+                parts = [attention.layout.split(mixed) for mixed in values]
+                scores = gate_scores(torch.cat([part.gate for part in parts], dim=1).float(), attention.gate).double()
+                if attention.gate.position == GatePosition.VALUE:
+                    gated = torch.cat([part.value for part in parts], dim=1)
+                else:
+                    gated = torch.cat(seen["context", block], dim=1).unflatten(-1, (*scores.shape[2:-1], -1))
+                found("gate/magnitude-before", block, gated.square().mean().sqrt())
+                found("gate/magnitude-after", block, (gated * scores).square().mean().sqrt())
+                for head, mean in enumerate(scores.mean(dim=(0, 1, -1)).flatten().tolist()):
+                    by_head[f"gate/head-mean/layer-{block:02d}/head-{head:02d}"] = mean
                 found("gate/mean-score", block, scores.mean())
                 found("gate/share-below-0.1", block, (scores.abs() < 0.1).double().mean())
                 found("gate/share-below-0.01", block, (scores.abs() < 0.01).double().mean())
@@ -148,7 +161,7 @@ def recompute(case: Case) -> Scalars:
                 entropy = torch.distributions.Categorical(logits=logits).entropy().mean()
                 found("experts/router-entropy", block, entropy)
                 found("experts/drop-rate", block, 0)
-    scalars = {}
+    scalars = by_head
     for tag, values in by_block.items():
         scalars[tag] = max(values.values()) if tag == "attention/max-logit" else sum(values.values()) / len(values)
         scalars |= {f"{tag}/layer-{block:02d}": value for block, value in values.items()}

@@ -59,8 +59,12 @@ def test_against_a_plain_computation(model: str, preset: str) -> None:
         else:
             assert found.scalars[tag] == pytest.approx(value, rel=1e-5, abs=1e-7), tag
     compared = {tag.split("/layer")[0] for tag in expected}
-    others = {"gate/head-mean", "gate/magnitude-before", "gate/magnitude-after"}
-    assert {tag.split("/layer")[0] for tag in without_speed(found.scalars)} - compared <= others
+    assert {tag.split("/layer")[0] for tag in without_speed(found.scalars)} == compared
+    for tag, (limits, counts) in found.histograms.items():
+        if tag.startswith("gate/scores"):
+            width = limits[1] - limits[0]
+            mean = sum((limit - width / 2) * count for limit, count in zip(limits, counts, strict=True)) / sum(counts)
+            assert mean == pytest.approx(expected[tag.replace("scores", "mean-score")], abs=width / 2), tag
 
 
 LAYOUTS = [

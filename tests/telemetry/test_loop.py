@@ -88,6 +88,10 @@ def test_speed(resumed: tuple[Path, list[list[str]]]) -> None:
         assert 0.2 < curves["memory/max-allocated"][step] < 50
         assert curves["throughput/tflops-per-device"][step] > 0
     assert "throughput/mfu" not in curves
+    # The steps since the last time, 7 and 8, take no longer than these iterations, of which they are a part.
+    pairs = re.findall(r"iteration +(\d+)/.*time per iteration \(ms\): ([0-9.]+)", resumed[1][1][1])
+    elapsed = {int(step): float(milliseconds) / 1000 for step, milliseconds in pairs}
+    assert 2 * 4 * 32 / curves["throughput/tokens-per-second"][8] < 1.01 * (elapsed[7] + elapsed[8])
 
 
 def test_off_and_on_give_the_same_losses(tmp_path: Path) -> None:
@@ -148,7 +152,13 @@ def test_speed_of_steps_of_several_sizes(monkeypatch: pytest.MonkeyPatch) -> Non
     assert observer.samples == 6
     scalars = observer.findings(totals.reduce(), tokens=6 * 10, operations=9e12, devices=3).scalars
     assert scalars == {"throughput/tokens-per-second": 20.0, "throughput/tflops-per-device": 1.0}
-    assert observer.findings(totals.reduce(), 0, 0, 3).scalars == {}
+    for rank in (1, 2):
+        totals.add("ranks", 1, 1.0)
+        totals.add("time forward", 1, float(rank))
+        totals.raise_to("memory", 1, torch.tensor(float(rank)))
+    times = observer.findings(totals.reduce(), 0, 0, 2).scalars
+    assert (times["time/forward"], times["time/data"], times["memory/max-allocated"]) == (1.5, 0, 2)
+    assert not any(tag.startswith("throughput") for tag in times)
 
 
 def test_a_value_is_drawn_where_it_is() -> None:

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from megagate.telemetry.experts import router_entropy
 from tests.distributed import run_distributed
 from tests.model.test_layouts import Layout, case
 from tests.model.training import SEQUENCE, Case
@@ -107,6 +108,19 @@ def test_places_that_are_filled_up_are_no_tokens() -> None:
     ((without, padded),) = run_distributed(observe_drops, 1, cases, timeout=100)
     assert padded["experts/drop-rate"] == 0
     assert padded == pytest.approx(without)
+
+
+@pytest.mark.parametrize("score_function", ["softmax", "sigmoid", "sqrtsoftplus"])
+def test_router_entropy(score_function: str) -> None:
+    torch.manual_seed(1)
+    logits = 3 * torch.randn(5, 2, 7)
+    scores = {
+        "softmax": logits.exp(),
+        "sigmoid": logits.sigmoid(),
+        "sqrtsoftplus": torch.nn.functional.softplus(logits).sqrt(),
+    }
+    expected = torch.distributions.Categorical(scores[score_function]).entropy().sum()
+    assert float(router_entropy(logits, score_function)) == pytest.approx(float(expected), rel=1e-5)
 
 
 def test_dropped_tokens() -> None:
