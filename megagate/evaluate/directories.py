@@ -33,8 +33,13 @@ def check_directory(directory: Path, step: int | None = None) -> None:
 
 
 @contextlib.contextmanager
-def as_checkpoint(directory: Path) -> Iterator[Path]:
-    """Give the directory itself, or, for a Hugging Face directory, a temporary checkpoint of the same model."""
+def as_checkpoint(directory: Path, family: str | None = None) -> Iterator[Path]:
+    """Give the directory itself, or, for a Hugging Face directory, a temporary checkpoint of the same model.
+
+    Args:
+        directory: a checkpoint's or a Hugging Face model's.
+        family: to read the latter as, recognised if None.
+    """
     if not is_hugging_face(directory):
         yield directory
         return
@@ -43,7 +48,7 @@ def as_checkpoint(directory: Path) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="megagate-") as temporary:
         print(f"converting {directory} in {temporary}", file=sys.stderr, flush=True)
         checkpoint = Path(temporary) / "checkpoint"
-        import_checkpoint(directory, checkpoint)
+        import_checkpoint(directory, checkpoint, family_name=family)
         yield checkpoint
 
 

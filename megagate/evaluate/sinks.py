@@ -55,6 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `tools/evaluate.py sinks`; those that Megatron has bear its names."""
     add = parser.add_argument
     add("--load", "--ckpt", nargs="+", required=True, metavar="DIR", help="checkpoints or Hugging Face directories")
+    add("--family", metavar="NAME", help="of models that Hugging Face directories are read as (recognised)")
     add("--ckpt-step", type=int, metavar="N", help="iteration to load (the newest complete one)")
     add("--data-path", "--data", nargs="+", required=True, metavar="PREFIX", help="held-out .bin/.idx files")
     add("--tokenizer-model", metavar="FILE", help="where the runs' tokenizer is now, if it has moved")
@@ -103,6 +104,10 @@ def _measure(options: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[st
             raise UserError(f"--{name.replace('_', '-')} must be positive, not {value}")
     if options.output and not os.path.isdir(os.path.dirname(options.output) or "."):
         raise UserError(f"--output {options.output} lies in a directory that does not exist: make it first")
+    if options.output and os.path.isdir(options.output):
+        raise UserError(f"--output {options.output} is a directory: name a file in it")
+    if options.figures and os.path.exists(options.figures) and not os.path.isdir(options.figures):
+        raise UserError(f"--figures {options.figures} is not a directory: name one")
     if options.figures and importlib.util.find_spec("matplotlib") is None:
         raise UserError("--figures needs matplotlib: pip install 'megagate[plot]'")
     directories = [Path(directory) for directory in options.load]
@@ -114,7 +119,7 @@ def _measure(options: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[st
     maps: dict[str, np.ndarray] = {}
     for name, directory in zip(names_of(directories), directories, strict=True):
         step = None if is_hugging_face(directory) else options.ckpt_step
-        with as_checkpoint(directory) as checkpoint:
+        with as_checkpoint(directory, options.family) as checkpoint:
             report, own_maps = _measure_one(name, checkpoint, step, options)
         reports.append(report | {"checkpoint": str(directory)})
         maps |= own_maps

@@ -150,6 +150,9 @@ def test_refused(checkpoints, data, hugging_face: Path, tmp_path: Path) -> None:
         ([*load, "--data-path", data["train"], "--seq-length", "64"], "--seq-length 64 is more than the 32 positions"),
         ([*load, load[1], "--data-path", data["train"]], "--load names the same directory twice"),
         (["--load", str(tmp_path), "--data-path", data["train"]], "holds no checkpoint"),
+        ([*load, "--data-path", data["train"], "--output", str(tmp_path)], "is a directory: name a file in it"),
+        ([*load, "--data-path", data["train"], "--figures", __file__], "is not a directory: name one"),
+        (["--load", str(hugging_face), "--data-path", data["train"], "--family", "gpt"], "--family gpt is not one of"),
     ):
         with pytest.raises(UserError, match=message):
             sinks.run(options_of(words))
