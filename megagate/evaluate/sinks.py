@@ -113,6 +113,11 @@ def _measure(options: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[st
     directories = [Path(directory) for directory in options.load]
     for directory in directories:
         check_directory(directory, options.ckpt_step)
+    converted = [is_hugging_face(directory) for directory in directories]
+    if options.ckpt_step is not None and all(converted):
+        raise UserError("--ckpt-step has no effect: a Hugging Face directory holds one model. Leave it out")
+    if options.family is not None and not any(converted):
+        raise UserError("--family has no effect: it is for Hugging Face directories. Leave it out")
     for path in options.data_path:
         open_dataset(path)
     reports: list[dict[str, Any]] = []

@@ -153,6 +153,8 @@ def test_refused(checkpoints, data, hugging_face: Path, tmp_path: Path) -> None:
         ([*load, "--data-path", data["train"], "--output", str(tmp_path)], "is a directory: name a file in it"),
         ([*load, "--data-path", data["train"], "--figures", __file__], "is not a directory: name one"),
         (["--load", str(hugging_face), "--data-path", data["train"], "--family", "gpt"], "--family gpt is not one of"),
+        (["--load", str(hugging_face), "--data-path", data["train"], "--ckpt-step", "5"], "--ckpt-step has no effect"),
+        ([*load, "--data-path", data["train"], "--family", "qwen3"], "--family has no effect"),
     ):
         with pytest.raises(UserError, match=message):
             sinks.run(options_of(words))
