@@ -115,30 +115,22 @@ def test_side_by_side_with_figures(checkpoints, data, tmp_path: Path, capsys: py
     assert f"{reports[1]['perplexity']:.3f}" in text
 
 
-def test_an_attention_map_is_what_the_shares_are_made_of(checkpoints, data, tmp_path: Path) -> None:
-    words = ["--load", str(checkpoints("headwise")), "--data-path", data["one_document"], "--figures", str(tmp_path)]
-    heads = [str(head) for head in range(8)]
-    words += ["--attention-heads", *heads, "--telemetry-rows", "1000", "--seq-length", str(runs.WINDOWS * SEQ_LENGTH)]
-    words[words.index("--seq-length") + 1] = str(SEQ_LENGTH)
-    (maps, by_block) = run_distributed(maps_of, 1, words)[0]
+def test_an_attention_map_is_what_the_shares_are_made_of(checkpoints, tmp_path: Path) -> None:
+    """Of all heads, on a dataset of one window."""
+    path = runs.write_dataset(tmp_path / "window", runs.random_documents([SEQ_LENGTH + 1], seed=4))
+    words = ["--load", str(checkpoints("headwise")), "--data-path", path, "--figures", str(tmp_path)]
+    words += ["--attention-heads", *map(str, range(8))]
+    ((maps, by_block),) = run_distributed(maps_of, 1, words)
     for block in (1, 2):
-        rows = np.stack([maps[f"headwise, block {block}, head {head}"] for head in range(8)])
+        rows = np.stack([maps[f"block {block}, head {head}"] for head in range(8)])
         assert np.allclose(rows.sum(-1), 1, atol=1e-5)
         assert by_block[block] == pytest.approx(rows[:, FIRST:, 0].mean(), rel=1e-5)
 
 
 def maps_of(words: list[str]) -> tuple[dict[str, np.ndarray], dict[int, float]]:
-    """Return the maps of the first window, and the shares when it is the only one."""
-    from megagate.evaluate import documents
-
-    options = options_of(words)
-    whole = documents.windows
-    documents.windows = lambda dataset, length: [next(whole(dataset, length))]  # type: ignore[assignment]
-    try:
-        (report,), maps = sinks._measure(options)
-    finally:
-        documents.windows = whole
-    named = {"headwise" + name[name.index(",") :]: image for name, image in maps.items()}
+    """Return the attention maps without the checkpoint's name, and the shares of the first token by block."""
+    (report,), maps = sinks._measure(options_of(words))
+    named = {name.split(", ", 1)[1]: image for name, image in maps.items()}
     return named, report["by_block"]["attention/first-token-share"]
 
 

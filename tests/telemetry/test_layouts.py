@@ -83,6 +83,16 @@ LAYOUTS = [
 NAMES = [str(layout) for layout, _, _ in LAYOUTS]
 
 
+def assert_weighted_alike(found: Observed) -> None:
+    """Shares and histograms of scores between 0 and 1 tell of the same rows, each counted for those it stands for."""
+    for tag, (limits, counts) in found.histograms.items():
+        if tag.startswith("gate/scores") and limits[-1] == 1:
+            below = sum(count for limit, count in zip(limits, counts, strict=True) if limit < 0.11)
+            assert below / sum(counts) == pytest.approx(
+                found.scalars[tag.replace("scores", "share-below-0.1")], abs=1e-6
+            )
+
+
 def assert_same(found: Observed, expected: Observed, where: str) -> None:
     assert without_speed(found.scalars).keys() == without_speed(expected.scalars).keys()
     for tag, value in without_speed(expected.scalars).items():
@@ -103,6 +113,7 @@ def test_layout(index: int) -> None:
     pairs = [(models[turn % len(models)], preset) for turn, preset in enumerate(presets)]
     for pair, found in zip(pairs, observe(pairs, SOME_ROWS, layout), strict=True):
         assert_same(found, one_process(*pair, size(pair[0], layout)), f"of {pair} on {layout}")
+        assert_weighted_alike(found)
 
 
 @pytest.mark.full

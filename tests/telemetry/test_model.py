@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from megagate.telemetry.activations import median_bins, median_of
 from megagate.telemetry.experts import router_entropy
 from tests.distributed import run_distributed
 from tests.model.test_layouts import Layout, case
@@ -108,6 +109,15 @@ def test_places_that_are_filled_up_are_no_tokens() -> None:
     ((without, padded),) = run_distributed(observe_drops, 1, cases, timeout=100)
     assert padded["experts/drop-rate"] == 0
     assert padded == pytest.approx(without)
+
+
+def test_median_of_weighted_rows() -> None:
+    """A row counts for as many rows as it stands for; zeros and infinity are values too."""
+    values = torch.tensor([[0.0], [3.0], [-40.0], [50.0], [torch.inf]])
+    for weight, median in (([1, 1, 1, 1, 1], 40), ([1, 6, 1, 1, 1], 3), ([1, 1, 1, 6, 1], 50), ([2, 4, 1, 1, 1], 3)):
+        bins = median_bins(values, torch.tensor(weight).float())
+        assert bins.sum() == sum(weight)
+        assert float(median_of(bins)) == pytest.approx(median, rel=0.023)
 
 
 @pytest.mark.parametrize("score_function", ["softmax", "sigmoid", "sqrtsoftplus"])
