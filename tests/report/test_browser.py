@@ -19,7 +19,7 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stab
 OF_ITS_OWN = (".google.com", ".googleapis.com", ".gvt1.com")
 """Where Chromium turns to by itself: updates, the time, accounts."""
 CONTROL = '<img src="http://image.test/x.png"><link rel="stylesheet" href="http://style.test/x.css">'
-pytestmark = pytest.mark.timeout(200)
+pytestmark = pytest.mark.timeout(500)  # three starts of a browser, on a machine that does other things too
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def show(browser: str, page: Path, picture: Path, port: int, *words: str) -> tup
     command += [f"--user-data-dir={picture.with_suffix('.profile')}", "--enable-logging=stderr"]
     command += [f"--proxy-server=http://127.0.0.1:{port}", "--proxy-bypass-list=<-loopback>"]
     command += ["--window-size=1200,4000", f"--screenshot={picture}", *words, page.as_uri()]
-    finished = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
     assert picture.is_file(), finished.stderr
     return (image.imread(picture)[..., :3] * 255).round().astype(int), finished.stderr
 
