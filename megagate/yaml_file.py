@@ -1,6 +1,5 @@
 """YAML files that a user writes, read strictly: of a key that comes twice YAML would drop the first value."""
 
-from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
 
@@ -8,15 +7,22 @@ import yaml
 
 from megagate.errors import UserError, reason
 
+MERGE = "<<"
+"""The key that takes in other mappings, as often as one likes."""
+
 
 class _UniqueKeyLoader(yaml.SafeLoader):
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        seen: dict[Any, int] = {}
-        for key_node, _ in node.value:
-            key, line = self.construct_object(key_node, deep=True), key_node.start_mark.line + 1
-            if isinstance(key, Hashable) and seen.setdefault(key, line) != line:
-                raise yaml.YAMLError(f"the key {key} is in line {seen[key]} and again in line {line}; keep one of them")
-        return super().construct_mapping(node, deep)
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        places: dict[str, int] = {}
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode) or key.value == MERGE:
+                continue
+            line = key.start_mark.line + 1
+            if key.value in places:
+                raise yaml.YAMLError(f"the key {key.value} is in line {places[key.value]} and again in line {line}")
+            places[key.value] = line
+        return node
 
 
 def read_yaml(path: str | Path, what: str) -> Any:
@@ -30,4 +36,4 @@ def read_yaml(path: str | Path, what: str) -> Any:
     except OSError as error:
         raise UserError(f"cannot read {what} {path}: {error.strerror}; name a file that is there") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{what} {path} is not valid YAML: {reason(error)}") from error
+        raise UserError(f"{what} {path} is not valid YAML: {reason(error)}; mend it there") from error

@@ -101,12 +101,20 @@ def build_tokenizer(tokenizer_type: str, tokenizer_model: str | None = None, **o
 
 
 def build_as_megatron(config: Any) -> Any:
-    """Build what `config`, Megatron's arguments or its `TokenizerConfig`, says: Megatron's tokenizer, or bytes."""
+    """Build what `config`, Megatron's arguments or its `TokenizerConfig`, says: Megatron's tokenizer, or bytes.
+
+    Raises:
+        UserError: the flags do not suit bytes.
+    """
     with quiet():
         from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer as build
 
         from megagate.data.byte_tokenizer import ByteTokenizer
-    return ByteTokenizer(config.special_tokens) if config.tokenizer_type == BYTE_LEVEL else build(config)
+    if config.tokenizer_type != BYTE_LEVEL:
+        return build(config)
+    if config.tokenizer_model:
+        raise UserError(f"--tokenizer-type {BYTE_LEVEL} has no model, but --tokenizer-model is given: leave it out")
+    return ByteTokenizer(config.special_tokens)
 
 
 def batch_encoder(tokenizer: Any) -> Callable[[list[str]], Sequence[Any]]:
@@ -167,9 +175,7 @@ def _check(tokenizer_type: str, tokenizer_model: str | None, options: dict[str, 
     if tokenizer_type not in TOKENIZER_TYPES:
         hint = nearest(tokenizer_type, TOKENIZER_TYPES)
         raise UserError(f"--tokenizer-type {tokenizer_type} is not one of {', '.join(TOKENIZER_TYPES)}{hint}")
-    if tokenizer_type == BYTE_LEVEL:
-        if tokenizer_model:
-            raise UserError(f"--tokenizer-type {BYTE_LEVEL} has no model, but --tokenizer-model is given: leave it out")
+    if tokenizer_type == BYTE_LEVEL:  # which needs nothing
         return
     package = _PACKAGE.get(tokenizer_type)
     if package and importlib.util.find_spec(package) is None:

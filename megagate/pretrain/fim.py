@@ -70,8 +70,8 @@ def check(args: argparse.Namespace, tokenizer: Any) -> None:
         raise UserError("--fim-split-sample has no effect without --fim-fragment-rate: add it")
     for name in ("fim_rate", "fim_spm_rate", "fim_fragment_rate"):
         rate = getattr(args, name)
-        if rate is not None and not 0 <= rate <= 1:
-            raise UserError(f"--{name.replace('_', '-')} {rate} is no probability: give 0 to 1")
+        if rate is not None and not 0 < rate <= 1:
+            raise UserError(f"--{name.replace('_', '-')} {rate} is not above 0 and at most 1: give a probability")
     if args.dataloader_defer_npy_index_mmap:
         raise UserError("--fim-data cannot be combined with --dataloader-defer-npy-index-mmap: leave one of them out")
 

@@ -42,7 +42,8 @@ class CyclicSampler:
     def __iter__(self) -> Iterator[list[int]]:
         first = self.data_parallel_rank * self.micro_batch_size
         samples = self._samples()
-        for turn in iter(lambda: list(itertools.islice(samples, self.micro_batch_size * self.data_parallel_size)), []):
+        while True:
+            turn = list(itertools.islice(samples, self.micro_batch_size * self.data_parallel_size))
             yield turn[first : first + self.micro_batch_size]
 
     def _samples(self) -> Iterator[int]:

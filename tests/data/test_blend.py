@@ -157,6 +157,11 @@ def test_the_example_in_the_documentation(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_repeated_key_is_refused(paths: list[str], tmp_path: Path) -> None:
     file = tmp_path / "blend.yaml"
+    file.write_text(f"base: &base {{weight: 1}}\nsources:\n  - {{<<: *base, path: {paths[0]}, weight: 2}}\n")
+    assert read_sources(file) == [{"path": paths[0], "weight": 2}]
+    file.write_text(f"sources: [{{path: {paths[0]}, weight: 1, weight: 2}}]\n")
+    with pytest.raises(UserError, match="the key weight is in line 1 and again in line 1"):
+        read_sources(file)
     file.write_text(f"sources:\n  - path: {paths[0]}\n    weight: 1\n    weight: 2\n")
-    with pytest.raises(UserError, match=r"not valid YAML: the key weight is in line 3 and again in line 4; keep one"):
+    with pytest.raises(UserError, match=r"not valid YAML: the key weight is in line 3 and again in line 4; mend it"):
         read_sources(file)

@@ -174,7 +174,7 @@ def test_what_cannot_work_is_refused(tokenizer: Any) -> None:
         ({"fim_middle_token": "<fim_suffix>"}, "must differ"),
         ({"fim_split_sample": "a b"}, r"no token a b \(--fim-split-sample\)"),
         ({"fim_split_sample": "<pad>"}, "--fim-split-sample has no effect without --fim-fragment-rate: add it"),
-        ({"fim_spm_rate": 1.5}, "--fim-spm-rate 1.5 is no probability"),
+        ({"fim_spm_rate": 1.5}, "--fim-spm-rate 1.5 is not above 0 and at most 1"),
         ({"dataloader_defer_npy_index_mmap": True}, "cannot be combined with --dataloader-defer-npy-index-mmap"),
     ):
         with pytest.raises(UserError, match=message):

@@ -72,7 +72,7 @@ def test_environment_is_set_unless_it_is_already(tmp_path: Path, monkeypatch: py
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("swiglu: true\nswiglu: false\n", r"the key swiglu is in line 1 and again in line 2; keep one of them"),
+        ("swiglu: true\nswiglu: false\n", r"the key swiglu is in line 1 and again in line 2; mend it"),
         ("hiden-size: 3\n", r"'hiden-size' in the recipe .*recipe.yaml is no flag; did you mean hidden-size"),
         ("swiglu: 3\n", r"swiglu in the recipe .* is a flag without a value: write true or false, not 3"),
         ("lr:\n", r"lr in the recipe .* needs a value, not None"),
