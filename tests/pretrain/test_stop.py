@@ -70,7 +70,7 @@ def told_in_rank(argv: list[str], number: int | None, during: str, rank: int) ->
     ("number", "during"),
     [
         (signal.SIGTERM, "evaluation"),
-        (signal.SIGUSR1, "training"),
+        pytest.param(signal.SIGUSR1, "training", marks=pytest.mark.full),
         pytest.param(signal.SIGUSR1, "evaluation", marks=pytest.mark.full),
         pytest.param(signal.SIGTERM, "training", marks=pytest.mark.full),
     ],
