@@ -195,7 +195,7 @@ def describe(rank: Rank) -> Iterator[str]:
         "gradients": memory.static.gradients,
         "optimizer": memory.static.main_weights + memory.static.moments,
         "activations": memory.activations,
-        "all, with what is temporary,": memory.total,
+        "in all": memory.total,
     }
     sizes = ", ".join(f"{name} {size / GIB:.2f}" for name, size in kinds.items())
     yield f"memory in GiB as tools/plan.py counts it: {sizes}"

@@ -253,6 +253,10 @@ def complete(args: argparse.Namespace) -> None:
         raise UserError(
             f"--transformer-impl {args.transformer_impl} is not there yet: leave it out to use the torch backend"
         )
+    if args.dry_run_world_size is not None or args.dry_run_rank is not None:
+        raise UserError(
+            "--world-size and --rank are for --dry-run: add it, or leave them out: a run has them from its launcher"
+        )
     gate = gate_config_from_args(args)
     args.attention_output_gate = preset_name(gate) == MEGATRON_GATE_PRESET
     for name in ("hidden_size", "num_attention_heads", "seq_length", "max_position_embeddings"):

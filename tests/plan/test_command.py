@@ -12,6 +12,7 @@ import pytest
 from megagate.errors import UserError
 from megagate.plan.command import main
 from tests.distributed import run_distributed
+from tests.plan.cluster import without_help
 
 QUICKSTART = ["examples/quickstart/recipe.yaml", "--vocab-size", "4096", "--bf16"]
 SMALL = [*QUICKSTART, "--gpus", "8", "--global-batch-size", "16", "--micro-batch-size", "1"]
@@ -23,7 +24,7 @@ def plan(*argv: str) -> tuple[int, str]:
     output, before = io.StringIO(), sys.argv
     sys.argv = ["plan.py", *argv]
     try:
-        with contextlib.redirect_stdout(output):
+        with contextlib.redirect_stdout(output), without_help():
             return main(), output.getvalue()
     finally:
         sys.argv = before

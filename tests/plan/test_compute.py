@@ -3,6 +3,7 @@
 import pytest
 
 from tests.distributed import run_distributed
+from tests.plan.cluster import without_help
 from tests.plan.measured import all_counted_operations
 from tests.plan.test_memory import FULL, MIXED, MODEL, SELECTIVE, UNTIED
 
@@ -43,7 +44,8 @@ def planned_and_logged() -> dict[str, tuple[float, float]]:
 
     results = {}
     for recipe, gpus in RECIPES.items():
-        args, _ = arguments_for(["--recipe", recipe], gpus)
+        with without_help():
+            args, _ = arguments_for(["--recipe", recipe], gpus)
         parts = per_token(args)
         planned = sum(count for part, count in parts.items() if part not in NOT_LOGGED)
         results[recipe] = planned, num_floating_point_operations(args, 1) / args.seq_length

@@ -11,6 +11,7 @@ import pytest
 from megagate.errors import UserError
 from megagate.plan.dry_run import arguments_for, run
 from tests.distributed import ROOT
+from tests.plan.cluster import without_help
 from tests.training import EXPERTS, MODEL, RUN
 
 MOE = [*MODEL, *EXPERTS, *RUN]
@@ -21,7 +22,7 @@ TRILLION = ["--recipe", "examples/moe_1t/recipe.yaml", "--dry-run"]
 def dry_run(*flags: str) -> subprocess.CompletedProcess[str]:
     environment = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT))
     command = [sys.executable, "-m", "megagate.pretrain", *flags]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240, check=False)
 
 
 def test_a_rank_of_the_trillion_parameter_run() -> None:
@@ -58,6 +59,7 @@ def test_a_refusal_is_one_sentence() -> None:
         ([*MODEL, *NO_DATA, "--data-path", "nowhere"], 1, 0, r"nowhere"),
         ([*MODEL, *NO_DATA, "--vocab-size", "255", "--load", "nowhere"], 1, 0, r"nowhere"),
         ([*MOE, "--fp8-format", "e4m3"], 1, 0, r"--fp8-format needs the Transformer Engine backend"),
+        ([*MOE, "--world-size", "4"], 4, 0, r"--world-size and --rank are for --dry-run: add it, or leave them out"),
     ],
 )
 def test_what_the_cluster_would_refuse(
@@ -66,7 +68,7 @@ def test_what_the_cluster_would_refuse(
     monkeypatch.chdir(tmp_path)
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):  # put back afterwards
         monkeypatch.setenv(name, "0")
-    with pytest.raises(UserError, match=message):
+    with without_help(), pytest.raises(UserError, match=message):
         arguments_for(argv, world_size, rank)
 
 
