@@ -5,8 +5,9 @@ import os
 
 from megagate.errors import EXIT_USER_ERROR, UserError, run_command
 from megagate.evaluate import harness, perplexity, sinks
+from megagate.evaluate.ruler import command as ruler
 
-MEASUREMENTS = {"perplexity": perplexity, "sinks": sinks, "harness": harness}
+MEASUREMENTS = {"perplexity": perplexity, "sinks": sinks, "harness": harness, "ruler": ruler}
 
 
 def main() -> int:
