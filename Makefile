@@ -52,6 +52,7 @@ bench: $(STAMP)  ## the benchmarks
 	@$(PYTHON) benchmarks/convert.py
 	@$(PYTHON) benchmarks/preprocess.py
 	@$(PYTHON) benchmarks/data_index.py
+	@$(PYTHON) benchmarks/loader.py
 
 clean:  ## remove caches and build products; keeps .venv and runs/
 	@rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
