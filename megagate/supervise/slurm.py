@@ -37,7 +37,12 @@ def parse_time(text: str) -> float | None:
 
 def signal_ranks(name: str) -> None:
     """Send a signal, such as "USR1", to every process of the job's steps; the batch script gets none."""
-    _run("scancel", f"--signal={name}", os.environ["SLURM_JOB_ID"])
+    number = os.environ["SLURM_JOB_ID"]
+    # Step by step: SIGKILL to the job would cancel it, batch script and all.
+    steps = _run("squeue", "--noheader", "--steps", "--job", number, "--format", "%i")[1].split()
+    for step in steps:
+        if re.fullmatch(rf"{number}\.\d+", step):
+            _run("scancel", f"--signal={name}", step)
 
 
 def requeue(exclude: Sequence[str] = ()) -> str | None:

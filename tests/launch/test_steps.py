@@ -1,0 +1,29 @@
+"""The ranks of a job get signals, also the one that ends them, and the batch script none."""
+
+import sys
+from pathlib import Path
+
+from tests.distributed import ROOT
+from tests.launch.cluster import Cluster, wait_for
+
+SCRIPT = f"""#!/bin/bash
+export PYTHONPATH={ROOT}
+for name in USR1 KILL; do
+    srun --ntasks=2 --ntasks-per-node=1 bash -c 'trap "echo told; exit" USR1; for i in $(seq 300); do sleep 0.1; done' &
+    sleep 1.5
+    {sys.executable} -c "from megagate.supervise import slurm; slurm.signal_ranks('$name')"
+    wait $!
+    echo "after $name"
+done
+"""
+
+
+def test_signals_to_the_steps_of_a_job(cluster: Cluster, tmp_path: Path) -> None:
+    script, log = tmp_path / "job.sbatch", tmp_path / "log"
+    script.write_text(SCRIPT)
+    job = cluster.run("sbatch", "--nodes=2", f"--output={log}", str(script)).split()[-1]
+    wait_for(lambda: cluster.job(job)["JobState"] not in ("PENDING", "RUNNING"), 60, "the end")
+    lines = log.read_text().splitlines()
+    assert cluster.job(job)["JobState"] == "COMPLETED", lines
+    assert lines.count("told") == 2
+    assert [line for line in lines if line.startswith("after")] == ["after USR1", "after KILL"]
