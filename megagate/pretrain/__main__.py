@@ -2,6 +2,7 @@
 
 import os
 import sys
+import traceback
 from pathlib import Path
 
 from megagate.errors import EXIT_USER_ERROR, UserError, reason, run_command
@@ -81,6 +82,8 @@ def told() -> int:
     except Exception as error:
         outcome = "user_error" if isinstance(error, UserError) else "failed"
         write_outcome(outcome, int(os.environ.get("RANK", "0")), f"{type(error).__name__}: {reason(error)}"[:1000])
+        if isinstance(error, BrokenPipeError):  # of a process that the rank needs, not of the reader of its output
+            traceback.print_exc()
         raise
 
 

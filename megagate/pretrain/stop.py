@@ -13,6 +13,7 @@ import os
 import signal
 import threading
 import time
+from multiprocessing import resource_tracker
 from types import FrameType
 from typing import Any
 
@@ -42,6 +43,8 @@ def install() -> None:
     for number in STOP_SIGNALS:
         signal.signal(number, _note)
     threading.Thread(target=threading.Event().wait, daemon=True).start()
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    resource_tracker.ensure_running()  # Python unblocks SIGTERM when it starts this one, for whatever reason it does
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
 
 
