@@ -34,6 +34,7 @@ from megagate.checkpoint.output_directory import complete_or_nothing
 from megagate.checkpoint.side_files import SOURCE, copy_side_files, tokenizer_flags, write_side_files
 from megagate.data.tokenizer import quiet
 from megagate.errors import UserError
+from megagate.evaluate.extension import Extension, add_extension_arguments
 from megagate.evaluate.load import find_checkpoint
 from megagate.progress import ByteProgress
 
@@ -179,6 +180,7 @@ def export_checkpoint(
     dtype: torch.dtype | None = None,
     max_shard_size: int = 5 * 10**9,
     overwrite: bool = False,
+    extension: Extension | None = None,
 ) -> Summary:
     """Convert a checkpoint of any layout to a Hugging Face directory.
 
@@ -192,6 +194,7 @@ def export_checkpoint(
         dtype: of the weights; as they are stored if None.
         max_shard_size: bytes after which a further file begins.
         overwrite: replace an export that is there.
+        extension: to a longer context than that of training, which config.json then has.
 
     Raises:
         UserError: no family holds the model exactly, or a tensor is missing, left over or of another shape.
@@ -203,6 +206,8 @@ def export_checkpoint(
     with quiet():
         from megagate.checkpoint.fit import check_delta_net_norm
     check_delta_net_norm(args, checkpoint)
+    if extension is not None:
+        extension.apply(args)
     source = source or _kept_source(checkpoint_directory, args)
     family, config = _family_for(args, read_json(source / CONFIG) if source else {}, family_name)
     rules = list(family.rules(args, config))
@@ -333,6 +338,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             add("--hf", type=Path, metavar="DIR", help="directory to take from what checkpoints lack (the import's)")
             add("--tokenizer", type=Path, metavar="PATH", help="directory with a tokenizer, or SentencePiece model")
             add("--dtype", choices=DTYPES, help="of the weights (as they are stored)")
+            add_extension_arguments(command)
             add("--max-shard-size", type=_size, default="5GB", metavar="SIZE", help="of a weight file (5GB)")
         add("--family", metavar="NAME", help=f"one of {names} (recognised)")
         add("--overwrite", action="store_true", help="replace what --out holds")
@@ -377,6 +383,7 @@ def _run(options: argparse.Namespace) -> int:
             dtype=dtype,
             max_shard_size=options.max_shard_size,
             overwrite=options.overwrite,
+            extension=Extension.of(options),
         )
         if dtype is not None:
             print(f"the weights are written as {options.dtype}, whatever they were trained in", file=sys.stderr)
@@ -386,5 +393,6 @@ def _run(options: argparse.Namespace) -> int:
     if options.verify:
         from megagate.checkpoint.verify import verify
 
-        print(verify(hf, checkpoint, step, options.verify_text, run_code), flush=True)
+        extension = Extension.of(options) if options.command == "export" else None
+        print(verify(hf, checkpoint, step, options.verify_text, run_code, extension), flush=True)
     return 0

@@ -51,13 +51,17 @@ MODEL_ARGUMENTS = (
     "multi_latent_attention",
     "experimental_attention_variant",
     "heterogeneous_layers_config_path",
-    "position_embedding_type",
     "rotary_interleaved",
     "untie_embeddings_and_output_weights",
 )
 """Arguments that change what the model computes from its weights, or their shapes."""
 
 CONTEXT_ARGUMENTS = (
+    "position_embedding_type",
+    "rotary_scaling_factor",
+    "yarn_original_max_position_embeddings",
+    "mscale",
+    "mscale_all_dim",
     "rotary_base",
     "rotary_percent",
     "rotary_seq_len_interpolation_factor",
@@ -115,6 +119,9 @@ def _check_model(
     if layers[0] is not None and layers[0] != layers[1]:
         raise _differs(checkpoint, f"the layers {layers[0]}", str(layers[1]), "use the same")
     check_delta_net_norm(saved, checkpoint, getattr(args, "layernorm_zero_centered_gamma", False))
+    kinds = [getattr(given, "position_embedding_type", "rope") for given in (saved, args)]
+    if kinds[0] != kinds[1] and not set(kinds) <= {"rope", "yarn"}:
+        raise _differs(checkpoint, f"--position-embedding-type {kinds[0]}", kinds[1], "use the same")
     for name in (*MODEL_ARGUMENTS, *resume_only):
         if not hasattr(saved, name) or not hasattr(args, name):
             continue  # written by another version of Megatron

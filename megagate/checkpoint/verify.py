@@ -7,6 +7,7 @@ from torch import Tensor
 
 from megagate.data.tokenizer import quiet
 from megagate.errors import UserError, reason
+from megagate.evaluate.extension import Extension
 from megagate.evaluate.load import load_model
 
 TOLERANCE = 1e-4
@@ -17,7 +18,14 @@ BATCH, LENGTH = 4, 32
 whose hidden state is so short that a norm enlarges it; a deviation shows in the median too."""
 
 
-def verify(hf: Path, checkpoint: Path, step: int | None = None, text: str | None = None, run_code: bool = False) -> str:
+def verify(
+    hf: Path,
+    checkpoint: Path,
+    step: int | None = None,
+    text: str | None = None,
+    run_code: bool = False,
+    extension: Extension | None = None,
+) -> str:
     """Compare the logits of both models in fp32, and return a line about it.
 
     Args:
@@ -26,11 +34,12 @@ def verify(hf: Path, checkpoint: Path, step: int | None = None, text: str | None
         step: the iteration, the newest complete one if None.
         text: what to compare them on; random tokens if None.
         run_code: whether transformers may run Python from the directory.
+        extension: with which the directory was written.
 
     Raises:
         UserError: the largest difference is above `TOLERANCE` of the largest logit, or transformers cannot load it.
     """
-    with load_model(checkpoint, step, in_fp32=True) as loaded:
+    with load_model(checkpoint, step, in_fp32=True, extension=extension) as loaded:
         vocabulary = loaded.args.tokenizer_vocab_size
         tokens = _tokens(hf, vocabulary, min(LENGTH, loaded.args.max_position_embeddings), text)
         positions = torch.arange(tokens.shape[1]).expand_as(tokens).contiguous()

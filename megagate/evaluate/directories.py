@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from megagate.evaluate.extension import Extension
 from megagate.evaluate.load import (
     LoadedModel,
     check_tokenizer,
@@ -54,7 +55,10 @@ def as_checkpoint(directory: Path, family: str | None = None) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def opened(
-    directory: Path, step: int | None = None, tokenizer_model: str | None = None
+    directory: Path,
+    step: int | None = None,
+    tokenizer_model: str | None = None,
+    extension: Extension | None = None,
 ) -> Iterator[tuple[LoadedModel, Any]]:
     """Give the model of a directory on this process, and its tokenizer.
 
@@ -62,9 +66,10 @@ def opened(
         directory: a checkpoint's or a Hugging Face model's.
         step: the iteration of a checkpoint, the newest complete one if None.
         tokenizer_model: where the tokenizer is now, if it has moved.
+        extension: to a longer context than that of training.
 
     Raises:
-        UserError: there is no such model, or the tokenizer is another one than its own.
+        UserError: there is no such model, it cannot be extended so, or the tokenizer is another one than its own.
     """
     with as_checkpoint(directory) as checkpoint:
         step = None if is_hugging_face(directory) else step
@@ -72,5 +77,5 @@ def opened(
         tokenizer = tokenizer_of(args, tokenizer_model)
         check_tokenizer(tokenizer, args, tokenizer_model)
         print(f"loading {directory}", file=sys.stderr, flush=True)
-        with load_model(checkpoint, step) as loaded:
+        with load_model(checkpoint, step, extension=extension) as loaded:
             yield loaded, tokenizer

@@ -25,6 +25,7 @@ from megagate.data.tokenizer import quiet
 from megagate.errors import UserError, reason
 from megagate.evaluate.decoder import Decoder
 from megagate.evaluate.directories import check_directory, opened
+from megagate.evaluate.extension import HINT, Extension, add_extension_arguments
 from megagate.evaluate.layout import refuse_ranks
 from megagate.evaluate.load import LoadedModel
 from megagate.evaluate.sampling import Sampling
@@ -73,7 +74,7 @@ def check_length(prompt: Sequence[int], positions: int, name: str) -> None:
     """Raise UserError where a prompt leaves no position for a new token; `name` is the prompt's."""
     if len(prompt) >= positions:
         raise UserError(
-            f"{name} has {len(prompt)} tokens, but the model has {positions} positions: leave at least one free"
+            f"{name} has {len(prompt)} tokens, but the model has {positions} positions: leave one free, or {HINT}"
         )
 
 
@@ -284,6 +285,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=1234, metavar="N", help="of what is drawn (1234)")
     add("--micro-batch-size", type=int, default=8, metavar="N", help="prompts computed at a time (8)")
     add("--output", metavar="FILE", help="write the results there too, one JSON object a line")
+    add_extension_arguments(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -302,7 +304,10 @@ def run(options: argparse.Namespace) -> int:
     check_directory(options.load, options.ckpt_step)
     prompts = read_prompts(options)
     speed = Speed()
-    with quiet(), opened(options.load, options.ckpt_step, options.tokenizer_model) as (loaded, tokenizer):
+    with (
+        quiet(),
+        opened(options.load, options.ckpt_step, options.tokenizer_model, Extension.of(options)) as (loaded, tokenizer),
+    ):
         found = complete(
             loaded,
             tokenizer,

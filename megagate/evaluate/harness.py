@@ -23,6 +23,7 @@ from typing import Any
 from megagate.data.tokenizer import quiet
 from megagate.errors import UserError, nearest, reason
 from megagate.evaluate.directories import check_directory, opened
+from megagate.evaluate.extension import Extension, add_extension_arguments
 from megagate.evaluate.layout import refuse_ranks
 from megagate.evaluate.load import LoadedModel
 
@@ -53,6 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--micro-batch-size", type=int, default=8, metavar="N", help="requests computed at a time (8)")
     add("--confirm-run-unsafe-code", action="store_true", help="run the code that the model writes")
     add("--output", metavar="FILE", help="write the results as JSON")
+    add_extension_arguments(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -74,7 +76,10 @@ def run(options: argparse.Namespace) -> int:
     with quiet():
         tasks = load_tasks(options.tasks, options.task_path, options.num_fewshot)
         check_code(tasks, options.confirm_run_unsafe_code)
-        with opened(options.load, options.ckpt_step, options.tokenizer_model) as (loaded, tokenizer):
+        with opened(options.load, options.ckpt_step, options.tokenizer_model, Extension.of(options)) as (
+            loaded,
+            tokenizer,
+        ):
             report = measure(loaded, tokenizer, tasks, limit=options.limit, micro_batch_size=options.micro_batch_size)
     report["checkpoint"] = str(options.load)
     print(table(report["tasks"]))

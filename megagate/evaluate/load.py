@@ -24,6 +24,7 @@ import torch
 from megagate.checkpoint.load import TRACKER, checkpoint_arguments, find_complete
 from megagate.data.tokenizer import add_tokenizer_arguments, build_tokenizer, quiet
 from megagate.errors import UserError
+from megagate.evaluate.extension import Extension
 from megagate.evaluate.layout import Layout
 from megagate.platform import cpu, on_cpu
 
@@ -166,7 +167,12 @@ def check_tokenizer(tokenizer: Any, args: argparse.Namespace, moved_to: str | No
 
 @contextlib.contextmanager
 def load_model(
-    directory: Path, step: int | None = None, *, in_fp32: bool = False, layout: Layout | None = None
+    directory: Path,
+    step: int | None = None,
+    *,
+    in_fp32: bool = False,
+    layout: Layout | None = None,
+    extension: Extension | None = None,
 ) -> Iterator[LoadedModel]:
     """Load a checkpoint for evaluation; leaving the context takes down what Megatron keeps per process.
 
@@ -177,6 +183,7 @@ def load_model(
         step: the iteration to load, the newest complete one if None.
         in_fp32: compute in fp32, whatever the model was trained in.
         layout: the ranks, which must all call this; one process if None.
+        extension: to a longer context than that of training.
 
     Raises:
         UserError: there is no such checkpoint, or it does not fit the layout.
@@ -186,6 +193,8 @@ def load_model(
     if in_fp32:
         args.bf16 = args.fp16 = False
         args.params_dtype = torch.float32
+    if extension is not None:
+        extension.apply(args)
     if layout is not None:
         layout.apply(args)
     with one_process(args):

@@ -50,6 +50,7 @@ from megagate.evaluate.documents import (
     text_bytes,
     token_counts,
 )
+from megagate.evaluate.extension import HINT, Extension, add_extension_arguments
 from megagate.evaluate.layout import SIZES, Layout, add_layout_arguments
 from megagate.evaluate.load import (
     LoadedModel,
@@ -207,6 +208,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--micro-batch-size", type=int, default=8, metavar="N", help="windows computed at a time (8)")
     add("--output", metavar="FILE", help="write the result as JSON")
     add_layout_arguments(parser)
+    add_extension_arguments(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -249,9 +251,10 @@ def _measure(options: argparse.Namespace, layout: Layout) -> dict[str, Any]:
     with as_checkpoint(directory) as checkpoint_directory:
         step = None if is_hugging_face(directory) else options.ckpt_step
         args = one_process_arguments(find_checkpoint(checkpoint_directory, step))
+        Extension.of(options).apply(args)
         length, longest = options.seq_length or args.seq_length, args.max_position_embeddings
         if options.seq_length is not None and not 1 <= length <= longest:
-            raise UserError(f"--seq-length {length} must lie between 1 and {longest}, the model's positions")
+            raise UserError(f"--seq-length {length} must lie between 1 and {longest}, the model's positions: {HINT}")
         if options.stride is not None and options.stride > length:
             raise UserError(
                 f"--stride {options.stride} is more than the {length} tokens of a window: some would be missed"
@@ -260,7 +263,7 @@ def _measure(options: argparse.Namespace, layout: Layout) -> dict[str, Any]:
         counts = [token_counts(path, args.tokenizer_vocab_size) for path in unigram_paths]
         if layout.rank == 0:
             print(f"loading {directory}", file=sys.stderr, flush=True)
-        with load_model(checkpoint_directory, step, layout=layout) as loaded:
+        with load_model(checkpoint_directory, step, layout=layout, extension=Extension.of(options)) as loaded:
             report = evaluate(
                 loaded,
                 paths,

@@ -21,6 +21,7 @@ from megagate.checkpoint.warm_start import choose_start
 from megagate.data.tokenizer import BYTE_LEVEL, build_as_megatron
 from megagate.data.validate import check_indexed_dataset
 from megagate.errors import UserError, reason
+from megagate.evaluate.extension import check_yarn
 from megagate.gate.config import (
     MEGATRON_GATE_PRESET,
     GateConfig,
@@ -278,10 +279,12 @@ def complete(args: argparse.Namespace) -> None:
     set_recompute(args, gate)
     set_pattern(args)
     check_gate(args, gate)
-    if args.reset_position_ids and args.position_embedding_type == "rope":
+    if args.position_embedding_type == "yarn":
+        check_yarn(args)
+    if args.reset_position_ids and args.position_embedding_type in ("rope", "yarn"):
         raise UserError(
-            "--reset-position-ids has no effect with --position-embedding-type rope, which depends on distances only: "
-            "leave it out; --reset-attention-mask alone keeps documents apart"
+            f"--reset-position-ids has no effect with --position-embedding-type {args.position_embedding_type}, which "
+            "depends on distances only: leave it out; --reset-attention-mask alone keeps documents apart"
         )
     if not args.data_sharding:
         raise UserError("--no-data-sharding has no effect: --dataloader-type cyclic never shards; leave it out")

@@ -302,7 +302,7 @@ def pickle_a_program(directory: Path) -> None:
         (change_weights(lambda tensors: tensors.update({NAME: tensors[NAME].long()})), f"{NAME} in a data type other"),
         (change_weights(lambda tensors: tensors.update({NAME: tensors[NAME].half()})), "different data types"),
         (change_config(model_type="llama"), "none of the families qwen3, "),
-        (change_config(rope_scaling={"type": "yarn", "factor": 4.0}), "scales the rotary embedding"),
+        (change_config(rope_scaling={"type": "dynamic", "factor": 4.0}), "scales the rotary embedding"),
         (leave_the_directory, "outside its directory"),
         (leave_by_a_link, "outside its directory"),
         (write_twice, f"has {NAME} twice"),

@@ -8,7 +8,6 @@ after it are one block.
 """
 
 import argparse
-import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -18,6 +17,7 @@ from typing import Any
 
 from megagate.checkpoint.families import megagate_rules as rules_of
 from megagate.checkpoint.families.base import Rule
+from megagate.checkpoint.families.yarn import yarn_arguments, yarn_parameters
 from megagate.errors import UserError
 from megagate.gate.config import gate_config_from_args
 from megagate.gate.layout import query_groups
@@ -96,20 +96,6 @@ DELTA_NET_SIZES = (
 
 ROUTER_DTYPES = {"float32": "fp32", "float64": "fp64", None: None}
 POSITIONS = {"rope": "rope", "learned": "learned_absolute", "none": "none"}
-
-YARN: dict[str, str] = {
-    "factor": "rotary_scaling_factor",
-    "original_max_position_embeddings": "yarn_original_max_position_embeddings",
-    "beta_fast": "yarn_beta_fast",
-    "beta_slow": "yarn_beta_slow",
-    "mscale": "mscale",
-    "mscale_all_dim": "mscale_all_dim",
-    "truncate": "yarn_correction_range_round_to_int",
-}
-"""Keys of rope_parameters -> arguments."""
-
-YARN_DEFAULTS = {"original_max_position_embeddings": 4096, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
-"""Megatron's, where an argument is None."""
 
 FLAGS = {"layernorm_epsilon": "norm_epsilon", "layernorm_zero_centered_gamma": "apply_layernorm_1p"}
 """Arguments whose flags have another name."""
@@ -305,9 +291,7 @@ def _positions(args: argparse.Namespace, layers: str) -> dict[str, Any]:
         return {"position_embedding": name, "rope_parameters": None, "rope_layers": None}
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": float(args.rotary_base)}
     if kind == "yarn":
-        rope |= {"rope_type": "yarn"} | {key: getattr(args, name) for key, name in YARN.items()}
-        rope |= {key: value for key, value in YARN_DEFAULTS.items() if rope[key] is None}
-        rope["attention_factor"] = _yarn_scale(rope, rope["mscale"]) / _yarn_scale(rope, rope["mscale_all_dim"])
+        rope = yarn_parameters(args)
     else:
         rope["partial_rotary_factor"] = args.rotary_percent
         if args.rotary_seq_len_interpolation_factor:
@@ -316,11 +300,6 @@ def _positions(args: argparse.Namespace, layers: str) -> dict[str, Any]:
         without = [(number + 1) % without == 0 for number in range(len(layers))]
     with_rope = [1 - value for value in _by_block(layers, without)] if without else None
     return {"position_embedding": "rope", "rope_parameters": rope, "rope_layers": with_rope}
-
-
-def _yarn_scale(rope: Mapping[str, Any], m: float) -> float:
-    """Return 0.1 m ln(factor) + 1 (arXiv 2309.00071, eq. 22, with the m of DeepSeek)."""
-    return 0.1 * m * math.log(rope["factor"]) + 1.0 if rope["factor"] > 1 else 1.0
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -333,7 +312,7 @@ def _position_arguments(config: dict[str, Any]) -> dict[str, Any]:
     rope = config["rope_parameters"]
     arguments = {"position_embedding_type": "rope", "rotary_base": int(rope["rope_theta"])}
     if rope["rope_type"] == "yarn":
-        return arguments | {"position_embedding_type": "yarn"} | {name: rope[key] for key, name in YARN.items()}
+        return arguments | yarn_arguments(rope, config["max_position_embeddings"])
     if rope["rope_type"] not in ("default", "linear"):
         raise UserError(f"rope_type {rope['rope_type']!r} in config.json has no counterpart in Megatron")
     arguments["rotary_percent"] = rope["partial_rotary_factor"]

@@ -20,6 +20,7 @@ from megagate.checkpoint.families.parts import (
 )
 from megagate.checkpoint.families.settings import (
     GATE_KEYS,
+    SCALED,
     Block,
     Settings,
     blocks,
@@ -144,7 +145,7 @@ class Qwen3:
 
     def check(self, args: argparse.Namespace) -> None:
         """Raise UserError for a model that the family cannot hold."""
-        check_plain(args, self.name, {"num_experts": None})
+        check_plain(args, self.name, {"num_experts": None} | SCALED)
         check_gate(args, self.name, GateConfig())
         check_no_delta_net(args, self.name)
 
@@ -212,6 +213,6 @@ class Qwen3Moe(Qwen3):
         """Raise UserError for a model that the family cannot hold."""
         if not args.num_experts:
             raise UserError(f"the family {self.name} cannot hold a model without experts")
-        check_plain(args, self.name)
+        check_plain(args, self.name, SCALED)
         check_gate(args, self.name, GateConfig())
         check_no_delta_net(args, self.name)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megagate.checkpoint.families.base import Family
+from megagate.checkpoint.families.yarn import yarn_arguments, yarn_parameters
 from megagate.errors import UserError
 from megagate.gate.config import GateConfig, describe, gate_config_from_args
 from megagate.gate.layout import query_groups
@@ -139,7 +140,7 @@ def rotary_arguments(settings: Settings, partial: float | None = None) -> dict[s
             turn all of them, whatever it says.
 
     Raises:
-        UserError: positions are scaled, or differ by layer.
+        UserError: positions are scaled otherwise than by YaRN, or differ by layer.
     """
     config = settings.config
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
@@ -148,10 +149,10 @@ def rotary_arguments(settings: Settings, partial: float | None = None) -> dict[s
     if any(isinstance(value, dict) for value in rope.values()):
         raise UserError("config.json has rotary embeddings that differ by layer, which Megatron does not have")
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default":
+    if kind not in ("default", "yarn"):
         raise UserError(f"config.json scales the rotary embedding (rope_type {kind!r}), which cannot be represented")
     theta = rope.get("rope_theta") or config.get("rope_theta") or 10000.0
-    if rope.get("factor", 1) not in (1, None):
+    if kind == "default" and rope.get("factor", 1) not in (1, None):
         raise UserError(
             f"config.json has a factor for the rotary embedding, but rope_type {kind!r}: correct one of them"
         )
@@ -160,16 +161,32 @@ def rotary_arguments(settings: Settings, partial: float | None = None) -> dict[s
     share = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or partial or 1.0
     if partial is None and share != 1:
         raise UserError(f"config.json has partial_rotary_factor {share}, which the family {settings.family} ignores")
+    if kind == "yarn":
+        if share != 1:
+            raise UserError(
+                f"config.json has rope_type 'yarn' and partial_rotary_factor {share}, but Megatron's YaRN turns all "
+                "channels"
+            )
+        positions = settings.get("max_position_embeddings", 32768)
+        return yarn_arguments(rope, positions) | {"rotary_base": int(theta)}
     return {"position_embedding_type": "rope", "rotary_base": int(theta), "rotary_percent": float(share)}
 
 
 def rotary_config(args: argparse.Namespace) -> dict[str, Any]:
     """Return the keys for the rotary embedding, for transformers 5 and for what reads those of transformers 4."""
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": float(args.rotary_base)}
+    if args.position_embedding_type == "yarn":
+        rope = yarn_parameters(args)
     keys: dict[str, Any] = {"rope_theta": float(args.rotary_base), "rope_parameters": rope}
+    if args.position_embedding_type == "yarn":
+        keys["rope_scaling"] = rope
     if args.rotary_percent != 1:
         rope["partial_rotary_factor"] = keys["partial_rotary_factor"] = args.rotary_percent
     return keys
+
+
+SCALED = {"position_embedding_type": ("rope", "yarn")}
+"""For `check_plain`: a family whose class in transformers has YaRN as Megatron has it."""
 
 
 def vocabulary_arguments(size: int) -> dict[str, Any]:
@@ -277,7 +294,7 @@ def check_plain(args: argparse.Namespace, family: str, other: Mapping[str, Any] 
     Args:
         args: of the model, as in a checkpoint.
         family: for the message.
-        other: values that the family has instead of those in `PLAIN`; with `ANY` it has them all.
+        other: values that the family has instead of those in `PLAIN`, several in a tuple; with `ANY` it has them all.
 
     Raises:
         UserError: an argument has another value.
@@ -286,7 +303,7 @@ def check_plain(args: argparse.Namespace, family: str, other: Mapping[str, Any] 
         value = getattr(args, name, expected)
         if expected is None and not (any(value) if isinstance(value, list) else value):
             continue
-        if expected is not ANY and value != expected:
+        if expected is not ANY and value not in (expected if isinstance(expected, tuple) else (expected,)):
             raise UserError(f"the family {family} cannot hold this model: {name} is {value!r}, not {expected!r}")
     if args.num_experts and getattr(args, "moe_router_load_balancing_type", None) in ROUTING:
         raise UserError(

@@ -25,6 +25,7 @@ from typing import Any
 from megagate.data.tokenizer import quiet
 from megagate.errors import UserError, nearest, reason
 from megagate.evaluate.directories import check_directory, opened
+from megagate.evaluate.extension import HINT, Extension, add_extension_arguments
 from megagate.evaluate.generate import Text, generate_tokens
 from megagate.evaluate.layout import refuse_ranks
 from megagate.evaluate.load import LoadedModel
@@ -110,7 +111,7 @@ def measure(
     positions = loaded.args.max_position_embeddings
     for length in lengths:
         if length > positions:
-            raise UserError(f"--lengths {length} is more than the {positions} positions of the model: {EXTEND}")
+            raise UserError(f"--lengths {length} is more than the {positions} positions of the model: {HINT}")
     found = []
     for length in lengths:
         for name, task in tasks.items():
@@ -127,9 +128,6 @@ def measure(
             show(f"{name}, {length} tokens: {100 * mean([result.score for result in results]):.1f}")
             found += results
     return found
-
-
-EXTEND = "extend it, or give shorter ones"
 
 
 def mean(values: Sequence[float]) -> float:
@@ -183,6 +181,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--hotpot", type=Path, metavar="FILE", help="HotpotQA's JSON file, for qa_2")
     add("--micro-batch-size", type=int, default=1, metavar="N", help="prompts computed at a time (1)")
     add("--output", metavar="FILE", help="write scores and answers as JSON")
+    add_extension_arguments(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -199,7 +198,10 @@ def run(options: argparse.Namespace) -> int:
         raise UserError(f"--output {options.output} lies in a directory that does not exist: make it first")
     check_directory(options.load, options.ckpt_step)
     tasks = chosen_tasks(options)
-    with quiet(), opened(options.load, options.ckpt_step, options.tokenizer_model) as (loaded, tokenizer):
+    with (
+        quiet(),
+        opened(options.load, options.ckpt_step, options.tokenizer_model, Extension.of(options)) as (loaded, tokenizer),
+    ):
         results = measure(
             loaded,
             tokenizer,
