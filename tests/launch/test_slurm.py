@@ -12,6 +12,7 @@ from tests.launch.runs import Run
 from tests.training import TINY
 
 
+@pytest.mark.timeout(900)
 def test_a_warning_before_the_time_limit(cluster: Cluster, tmp_path: Path) -> None:
     """It saves, is requeued, resumes and ends; meanwhile a second job of the same name waits."""
     run = Run(cluster, tmp_path / "run", steps=40, name="warned")
