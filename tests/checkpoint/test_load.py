@@ -6,7 +6,6 @@ import pickle
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 from megagate.checkpoint.load import TRACKER, choose_checkpoint, common_state, find_complete, missing_piece
 from megagate.checkpoint.pickles import read_index
 from megagate.errors import EXIT_USER_ERROR, UserError
+from tests import commands
 from tests.checkpoint.conftest import Trained
 from tests.checkpoint.training import DISTRIBUTED, SMALL, parse_in_rank, train_in_rank
 from tests.distributed import ROOT, run_distributed
@@ -496,13 +496,7 @@ def test_a_passed_over_checkpoint_is_not_loaded(directory: Path) -> None:
 
 
 def command(argv: list[str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "megagate.pretrain", *SMALL, *FLAGS, *argv],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    return commands.run("megagate.pretrain", [*SMALL, *FLAGS, *argv], directory=ROOT, timeout=120)
 
 
 def errors(result: subprocess.CompletedProcess[str]) -> list[str]:

@@ -2,8 +2,6 @@
 
 import json
 import math
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -13,6 +11,7 @@ from megagate.errors import UserError
 from megagate.evaluate import perplexity
 from megagate.evaluate.load import find_checkpoint
 from megagate.evaluate.perplexity import Unigram
+from tests import commands
 from tests.distributed import ROOT, run_distributed
 from tests.evaluate import runs
 from tests.training import scalars
@@ -183,9 +182,8 @@ def test_a_unigram_model_is_smoothed_by_one():
 
 
 def test_a_checkpoint_that_is_not_there_is_one_sentence_and_status_2(tmp_path):
-    tool = [sys.executable, str(ROOT / "tools" / "evaluate.py"), "perplexity"]
-    command = [*tool, "--load", str(tmp_path / "missing"), "--data-path", "x"]
-    finished = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    words = ["perplexity", "--load", str(tmp_path / "missing"), "--data-path", "x"]
+    finished = commands.run(ROOT / "tools" / "evaluate.py", words, directory=ROOT, timeout=120)
     assert finished.returncode == 2
     assert finished.stderr == (
         f"error: --load {tmp_path / 'missing'} does not exist: give the directory that training saved to\n"
