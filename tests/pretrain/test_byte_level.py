@@ -1,5 +1,6 @@
 """From text to a perplexity without a tokenizer's file: a token is a byte."""
 
+import argparse
 import json
 import math
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megagate.checkpoint.side_files import _write_tokenizer
 from megagate.data.preprocess import main as preprocess
 from tests.distributed import run_distributed
 from tests.evaluate.runs import run_tool
@@ -32,3 +34,9 @@ def test_from_text_to_perplexity(tmp_path: Path) -> None:
     assert result["tokens"] == size + len(texts) - 1
     nats = result["loss"] * result["tokens"]
     assert result["bits_per_byte"] == pytest.approx(nats / math.log(2) / size)
+
+
+def test_an_export_says_that_it_has_no_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = argparse.Namespace(tokenizer_type="ByteLevelTokenizer", tokenizer_model=None)
+    assert _write_tokenizer(tmp_path, args, None, None) == {}
+    assert "no tokenizer that AutoTokenizer can load: its tokens are bytes" in capsys.readouterr().err
