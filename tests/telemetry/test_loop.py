@@ -109,20 +109,14 @@ def test_off_and_on_give_the_same_losses(tmp_path: Path) -> None:
 def test_weights_and_biases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Megatron's own flags; the run is kept on the disk, and read from there."""
     pytest.importorskip("wandb", reason="Weights & Biases is not installed")
-    from wandb.proto.wandb_internal_pb2 import Record
-    from wandb.sdk.internal.datastore import DataStore
-
     monkeypatch.setenv("WANDB_MODE", "offline")
     flags = ["--wandb-project", "gates", "--wandb-exp-name", "tiny", "--wandb-save-dir", str(tmp_path / "wandb")]
     argv = [*TINY, "--gate-preset", "sdpa-headwise", "--tensorboard-dir", str(tmp_path / "tb"), *flags]
     run_distributed(train, 1, argv, timeout=100)
     (path,) = (tmp_path / "wandb").rglob("*.wandb")
-    store, keys = DataStore(), set()
-    store.open_for_scan(str(path))
-    while data := store.scan_data():
-        record = Record.FromString(data)
-        keys |= {item.key or "/".join(item.nested_key) for item in record.history.item}
-    assert {"lm loss", "gate/mean-score", "attention/first-token-share/layer-02"} <= keys
+    content = path.read_bytes()
+    for tag in ("lm loss", "gate/mean-score", "attention/first-token-share/layer-02"):
+        assert tag.encode() in content, tag
 
 
 @pytest.mark.parametrize(
