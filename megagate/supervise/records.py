@@ -10,6 +10,7 @@ Nothing here needs torch: the supervisor may run outside the container that the 
 """
 
 import contextlib
+import errno
 import json
 import os
 import socket
@@ -22,6 +23,9 @@ from typing import Any
 from megagate.errors import UserError
 
 FOLDER = "supervise"
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""Errors of a full disk, which passes."""
+
 DIRECTORY_VARIABLE = "MEGAGATE_SUPERVISE"
 """The environment variable that names the folder to the ranks; they write nothing where it is not set."""
 
@@ -138,21 +142,29 @@ class History:
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "history.jsonl"
+        self._unwritten: list[dict[str, Any]] = []
 
     def add(self, event: str, **fields: Any) -> dict[str, Any]:
-        """Add an event and return it as it stands in the file.
+        """Add an event and return it as it stands in the file; on a full disk it waits for the next one.
 
         Raises:
             UserError: the file cannot be written.
         """
         record = {"event": event, "time": round(time.time(), 3), **fields}
+        self._unwritten.append(record)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with open(self.path, "a", encoding="utf-8") as file:
-                file.write(json.dumps(record) + "\n")
+            with open(self.path, "ab+") as file:
+                if file.seek(0, os.SEEK_END) and (file.seek(-1, os.SEEK_END), file.read())[1] != b"\n":
+                    file.write(b"\n")  # the last line was cut short
+                file.write("".join(json.dumps(entry) + "\n" for entry in self._unwritten).encode())
                 file.flush()
                 os.fsync(file.fileno())
+            self._unwritten = []
         except OSError as error:
+            if error.errno in FULL:
+                print(f"megagate: {self.path} cannot be written: {error.strerror}", flush=True)
+                return record
             raise UserError(f"cannot write {self.path}: {error.strerror}; make room, or correct --save") from error
         return record
 
@@ -161,10 +173,11 @@ class History:
         try:
             lines = self.path.read_text(encoding="utf-8").splitlines()
         except FileNotFoundError:
-            return
+            lines = []
         for line in lines:
             with contextlib.suppress(ValueError):
                 yield json.loads(line)
+        yield from self._unwritten
 
     def of(self, event: str) -> list[dict[str, Any]]:
         """Return the events of one kind, the oldest first."""

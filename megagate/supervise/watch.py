@@ -27,6 +27,7 @@ OTHER_LINES = 400
 LOG_LINE = re.compile(r"^megagate|\biteration +\d+/|validation loss|checkpoint|exiting program|^error: ")
 LAUNCHER = re.compile(r"torch\.distributed\.run|torchrun")
 """What would end the ranks when it is told to end."""
+FULL_DISK = re.compile(r"No space left on device|Disk quota exceeded")
 ROOT_CAUSE = re.compile(r"Root Cause")
 REPORT = re.compile(r"^\s*(rank|exitcode|host)\s*: (\S+)")
 SAVED = re.compile(r"megagate: saved \S+(?: \d+)? in ([\d.]+) s")
@@ -217,6 +218,8 @@ class Watch:
                 if name in by_name:
                     return kind, None, by_name[name]["message"]
             return Kind.FAILED, None, "it ended with status 0, but rank 0 did not say how"
+        if FULL_DISK.search(f"{self._log.error} {by_name.get('user_error', {}).get('message', '')}"):
+            return Kind.FAILED, None, self._log.error  # said as a mistake of the user's, but it may pass
         if "user_error" in by_name:
             return Kind.USER_ERROR, by_name["user_error"]["host"], self._log.error or by_name["user_error"]["message"]
         if self._told is not None:  # it did not get as far as its first step, or could not save

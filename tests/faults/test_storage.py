@@ -51,9 +51,10 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", disk], check=True)
 
 
-def test_a_full_disk_during_a_save(small_disk: Path) -> None:
+def test_a_full_disk_during_a_save(small_disk: Path, tmp_path: Path) -> None:
     """The save fails, the tracker stays, the supervisor tries again, and when there is room the run goes on."""
-    run = LocalRun(small_disk, steps=60, interval=10, flags=("--keep-last", "1"))
+    run = LocalRun(tmp_path, steps=60, interval=10, flags=("--keep-last", "1"))
+    run.save = small_disk / "save"
     try:
         run.start("--back-off 5 --same-step 100")
         wait_for(lambda: keep.tracked(run.save) is not None, 240, "a save")

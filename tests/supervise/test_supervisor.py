@@ -173,6 +173,21 @@ def test_a_history_that_was_cut_short(tmp_path: Path) -> None:
     with open(history.path, "a") as file:
         file.write('{"event": "end", "att')
     assert [event["event"] for event in history.events()] == ["attempt"]
+    history.add("end", attempt=1)
+    assert [event["event"] for event in History(tmp_path).events()] == ["attempt", "end"]
+
+
+def test_a_history_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """/dev/full takes nothing; when there is room again nothing is missing."""
+    history = History(tmp_path)
+    history.add("attempt", attempt=1)
+    path = history.path
+    monkeypatch.setattr(history, "path", Path("/dev/full"))
+    history.add("end", attempt=1)
+    monkeypatch.setattr(history, "path", path)
+    assert [event["event"] for event in history.events()] == ["attempt", "end"]
+    history.add("attempt", attempt=2)
+    assert [event["event"] for event in History(tmp_path).events()] == ["attempt", "end", "attempt"]
 
 
 def test_progress_is_read_back(tmp_path: Path) -> None:
