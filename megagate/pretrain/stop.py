@@ -7,6 +7,7 @@ is in progress is the last one, and a checkpoint is written.
 """
 
 import argparse
+import faulthandler
 import functools
 import importlib
 import os
@@ -99,7 +100,9 @@ class WorkerStart:
         """Run the loader's own start, then deal with signals."""
         if self.original is not None:
             self.original(worker)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        faulthandler.unregister(signal.SIGUSR2)  # it would answer in its rank's name when the run hangs
+        for number in (signal.SIGINT, signal.SIGUSR2):
+            signal.signal(number, signal.SIG_IGN)
         # SIGTERM from the rank is how Python ends its workers; from anyone else it is meant for the rank.
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
