@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from megagate.evaluate.generate import Text, generate_tokens
+from megagate.evaluate.generation import Text, generate_tokens
 from megagate.evaluate.load import LoadedModel
 from megagate.evaluate.sampling import Sampling
 from megagate.evaluate.scores import Pair, continuation_scores

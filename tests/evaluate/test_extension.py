@@ -71,6 +71,7 @@ def test_an_export_computes_the_same_beyond_the_trained_length(kind, checkpoints
         assert (ours[name] - ours["none"]).abs().max() / scale > 1e-3, "the extension changes the model"
 
 
+@pytest.mark.full
 def test_an_extended_export_comes_back_as_it_was(hugging_face, tmp_path) -> None:
     """Its import has the positions that its config.json says."""
     run_distributed(export, 1, hugging_face, tmp_path, timeout=200)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megagate.errors import UserError
-from megagate.evaluate import generate
+from megagate.evaluate import generate, generation
 from megagate.evaluate.sampling import Sampling
 from tests.distributed import ROOT, run_distributed
 from tests.evaluate import runs
@@ -98,7 +98,7 @@ def forced_end(folder: Path) -> list[tuple[list[int], str]]:
             output[0][..., 1, 6] += 1e3
 
         loaded.model.output_layer.register_forward_hook(head)
-        return generate.generate_tokens(
+        return generation.generate_tokens(
             loaded,
             [[1, 2], [3]],
             max_new_tokens=3,
@@ -166,13 +166,14 @@ class Bytes:
 
 
 def test_a_character_is_shown_once_it_is_whole():
-    text = generate.Text(Bytes(), "prefix: é".encode())
+    text = generation.Text(Bytes(), "prefix: é".encode())
     new = "né€".encode()
     shown = [text.more(list(new[: end + 1]), end + 1 == len(new)) for end in range(len(new))]
     assert shown == ["n", "", "é", "", "", "€"]
     assert text.of(list(new)) == "né€"
 
 
+@pytest.mark.full
 def test_standard_input_is_a_prompt_and_the_result_streams_to_standard_output(checkpoints):
     tool = [sys.executable, str(ROOT / "tools" / "generate.py"), "--load", str(checkpoints("headwise"))]
     finished = subprocess.run(

@@ -73,7 +73,7 @@ DIVIDED = {
 
 
 @pytest.mark.parametrize("layout", DIVIDED)
-@pytest.mark.parametrize("name", ["tensor-expert", "documents-apart"])
+@pytest.mark.parametrize("name", ["tensor-expert", pytest.param("documents-apart", marks=pytest.mark.full)])
 def test_any_layout_finds_what_one_process_finds(name, layout, checkpoints, data, tmp_path):
     """Windows overlap, the last one is shorter, and the ranks have different numbers of them."""
     words = ["--load", str(checkpoints(name)), "--stride", "10", "--data-path"]

@@ -26,7 +26,7 @@ from megagate.data.tokenizer import quiet
 from megagate.errors import UserError, nearest, reason
 from megagate.evaluate.directories import check_directory, opened
 from megagate.evaluate.extension import HINT, Extension, add_extension_arguments
-from megagate.evaluate.generate import Text, generate_tokens
+from megagate.evaluate.generation import Text, generate_tokens
 from megagate.evaluate.layout import refuse_ranks
 from megagate.evaluate.load import LoadedModel
 from megagate.evaluate.ruler.needles import ESSAY_NEEDLES, NEEDLES, sentences_of, variable_tracking
