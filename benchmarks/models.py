@@ -36,7 +36,7 @@ from megagate.telemetry.telemetry import Telemetry
 BLOCKS, HIDDEN, HEADS, GROUPS, CHANNELS, EXPERTS, TOP_K, WIDTH = 4, 256, 8, 2, 32, 8, 2, 256
 SEQUENCE, MICRO_BATCH, MICRO_BATCHES, VOCABULARY = 256, 4, 2, 4096
 AUXILIARY_COEFFICIENT = 1e-2
-TELEMETRY_ROWS = 32  # the trainer's default
+TELEMETRY_ROWS = 16  # the trainer's default
 
 MEGATRONS_GATE = "Megatron's own gate"
 MEGATRONS_LAYERS = "Megatron's local layers"

@@ -31,7 +31,7 @@ def median_bins(values: Tensor, weight: Tensor) -> Tensor:
         values: [n, ...].
         weight: [n], what each row counts.
     """
-    place = (values.double().abs().log2() - SMALLEST) * BINS_PER_OCTAVE
+    place = (values.float().abs().log2() - SMALLEST) * BINS_PER_OCTAVE
     bins = place.nan_to_num(nan=BINS).clamp(0, BINS - 1).long()
     whole = weight.double().view(-1, *[1] * (values.dim() - 1)).expand_as(values)
     return values.new_zeros(BINS, dtype=torch.float64).index_add_(0, bins.flatten(), whole.flatten())

@@ -75,35 +75,36 @@ class GateObserver:
         elif not self.gate.is_on_query_heads:
             copies = max(1, size // attention.config.num_query_groups)
         add = partial(self.totals.add, block=block)
+        weight = rows.weight.double()
         if rank % copies == 0:
-            weight = rows.weight.double().view(-1, *[1] * (y.dim() - 1))
-            channels = y.shape[2:].numel() * y.shape[1]
             for name, tensor in (("gate before", y), ("gate after", gated)):
-                add(name, value=(tensor[rows.index].double().square() * weight).sum())
-            add("gate gated", value=weight.sum() * channels)
+                add(name, value=weight @ sum_of_rows(tensor[rows.index].float().square()))
+            add("gate gated", value=weight.sum() * y[0].numel())
         shared = self.gate.sharing == GateSharing.HEAD_SHARED
         if rank % (size if shared else copies):
             return
         # [n, b, heads, t], with one entry in place of heads that share a score or are none
-        flat = scores.double().reshape(*scores.shape[:2], -1, scores.shape[-1])
-        # A constant score stands for all tokens that it gates.
-        weight = rows.weight.double().sum()[None] * y.shape[1] if constant else rows.weight.double()
-        whole = weight.view(-1, 1, 1, 1).expand_as(flat)
-        add("gate total", value=(flat * whole).sum())
-        add("gate count", value=whole.sum())
+        scores = scores.float().reshape(*scores.shape[:2], -1, scores.shape[-1])
+        if constant:  # stands for all tokens that it gates
+            weight = weight.sum()[None] * y.shape[1]
+        of_heads = weight @ scores.sum(dim=(1, 3), dtype=torch.float64)
+        add("gate total", value=of_heads.sum())
+        add("gate count", value=weight.sum() * scores[0].numel())
         for threshold in THRESHOLDS:
-            add(f"gate below {threshold}", value=((flat.abs() < threshold) * whole).sum())
-        bins = ((flat - self.low) / (self.high - self.low) * BINS).clamp(0, BINS - 1).nan_to_num().long()
-        add("gate bins", value=flat.new_zeros(BINS).index_add_(0, bins.flatten(), whole.flatten()))
+            add(f"gate below {threshold}", value=weight @ sum_of_rows(scores.abs() < threshold))
+        bins = ((scores - self.low) / (self.high - self.low) * BINS).clamp(0, BINS - 1).nan_to_num().long()
+        whole = weight.view(-1, 1, 1, 1).expand_as(bins)
+        add("gate bins", value=weight.new_zeros(BINS).index_add_(0, bins.flatten(), whole.flatten()))
         if self.heads:
-            local = flat.shape[2]
+            local = scores.shape[2]
             first = rank // copies * local
-            span = flat.new_zeros(self.heads)
-            span[first : first + local] = (flat * whole).sum(dim=(0, 1, 3))
-            add("gate heads", value=span)
-            count = flat.new_zeros(self.heads)
-            count[first : first + local] = whole.sum(dim=(0, 1, 3))
-            add("gate head count", value=count)
+            for name, values in (
+                ("gate heads", of_heads),
+                ("gate head count", weight.sum() * scores[0, :, 0].numel()),
+            ):
+                span = weight.new_zeros(self.heads)
+                span[first : first + local] = values
+                add(name, value=span)
 
     def findings(self, totals: dict[str, Tensor]) -> Findings:
         """Return means, shares, magnitudes and histograms."""
@@ -123,6 +124,11 @@ class GateObserver:
                 for head, mean in enumerate(means.tolist()):
                     found.scalars[f"gate/head-mean/{name}/head-{head:02d}"] = mean
         return found
+
+
+def sum_of_rows(values: Tensor) -> Tensor:
+    """Return the sum of each row of [n, ...]: fp64 [n]."""
+    return values.flatten(1).sum(dim=1, dtype=torch.float64)
 
 
 def heads_with_scores(gate: GateConfig, attention_heads: int, query_groups: int) -> int:

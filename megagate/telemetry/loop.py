@@ -45,9 +45,9 @@ def add_telemetry_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--telemetry-rows",
         type=int,
-        default=32,
+        default=16,
         metavar="N",
-        help="rows of a sequence that are looked at after the first ones (32); the sequence length for all",
+        help="rows of a sequence that are looked at after the first ones (16); the sequence length for all",
     )
 
 
