@@ -133,7 +133,9 @@ class Job:
             os.close(self._lock)
             raise UserError(f"another process works in {directory}; wait for it, or choose another output") from error
         try:
-            self._open({} if restart else self._read_state(), dtype, datasets)
+            if restart:  # or a kill before the next note would have the old one count new files
+                (directory / STATE).unlink(missing_ok=True)
+            self._open(self._read_state(), dtype, datasets)
         except BaseException:
             os.close(self._lock)
             raise

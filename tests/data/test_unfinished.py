@@ -116,6 +116,15 @@ def test_another_job_is_not_continued(source: Path, tokenizer: Any) -> None:
     assert output(source, "out") == output(source, "straight")
 
 
+def test_a_restart_forgets_what_was_noted(source: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = interrupted(source, tokenizer, 5)
+    monkeypatch.setattr(unfinished, "SAVE_SECONDS", 60.0)
+    seen = []
+    monkeypatch.setattr(Progress, "update", lambda *_: seen.append((job / "state.json").exists()))
+    run(source, "out", tokenizer, append_eod=True, restart=True)
+    assert seen and not any(seen)
+
+
 def test_two_jobs_do_not_write_to_one_place(source: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def second(self: Progress, *_: Any) -> None:
         with pytest.raises(UserError, match="another process works in"):
