@@ -52,6 +52,11 @@ class Encoder:
         self.max_document_tokens = max_document_tokens
         self.vocab_size = int(tokenizer.vocab_size)
         self.dtype = np.dtype(DType.optimal_dtype(self.vocab_size))
+        if self.vocab_size - 1 > np.iinfo(self.dtype).max:
+            raise UserError(
+                f"a vocabulary of {self.vocab_size} has ids too large for {self.dtype.name}, in which tokens are "
+                "stored: use a smaller one"
+            )
         self.end_of_document = _end_of_document(tokenizer, self.vocab_size) if append_eod else None
 
     def __call__(self, batch: Batch) -> EncodedBatch:

@@ -144,6 +144,8 @@ def test_large_vocabularies_use_four_bytes(tmp_path):
     preprocess([path], str(tmp_path / "out"), tokenizer)
     (sequence,) = read(tmp_path / "out_text_document")
     assert (sequence.tolist(), sequence.dtype) == ([69999, 1], np.int32)
+    with pytest.raises(UserError, match="a vocabulary of 2147483649 has ids too large for int32"):
+        preprocess([path], str(tmp_path / "huge"), build_tokenizer("NullTokenizer", vocab_size=2**31 + 1))
 
 
 @pytest.mark.parametrize("workers", [1, 2])
