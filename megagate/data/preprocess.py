@@ -274,7 +274,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         on_bad_line=options.on_bad_line,
     )
     if summary_path:
-        _write_json(summary_path, {**summary, **{name: getattr(options, name) for name in tokenizer_names}})
+        _write_json(summary_path, {**{name: getattr(options, name) for name in tokenizer_names}, **summary})
     print(describe(summary))
     return 0
 

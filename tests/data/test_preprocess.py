@@ -329,6 +329,7 @@ def test_the_command(corpus, model_path, documents, tmp_path):
     summary = json.loads((tmp_path / "out_summary.json").read_text())
     assert summary["datasets"][str(tmp_path / "out_text_document")]["documents"] == len(documents)
     assert summary["tokenizer_model"] == model_path
+    assert summary["vocab_size"] > 256
 
 
 def test_command_errors(tmp_path, capsys):
