@@ -51,12 +51,17 @@ def statistics(index: Index) -> dict[str, Any]:
 
 
 def document_lengths(index: Index) -> np.ndarray:
-    """Return the tokens of each document, int64 [documents]."""
+    """Return the tokens of each document, int32 or int64 [documents].
+
+    Raises:
+        UserError: the index contradicts itself, so that a document may have no length.
+    """
     each_has_one = all(
         np.array_equal(chunk, np.arange(start, start + len(chunk))) for start, chunk in chunks(index.boundaries)
     )
     if each_has_one:  # as preprocessing writes them
         return index.lengths
+    check(index)
     ends = np.concatenate([[0], np.cumsum(index.lengths, dtype=np.int64)])
     return np.diff(ends[index.boundaries])
 

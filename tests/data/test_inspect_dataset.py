@@ -80,6 +80,9 @@ def test_damage_is_found(tmp_path: Path, place: int, layout: str, value: int, me
     (tmp_path / "data.idx").write_bytes(content)
     with pytest.raises(UserError, match=message):
         check(open_index(prefix))
+    if place >= HEADER_BYTES + 12 * 5:  # where documents begin, without which they have no lengths
+        with pytest.raises(UserError, match=message):
+            main([prefix])
 
 
 def test_a_token_outside_the_vocabulary_is_found(tmp_path: Path) -> None:
