@@ -96,13 +96,13 @@ def training_part(split: str) -> float:
     """Return the part of a dataset's sequences that `--split` gives to training.
 
     Raises:
-        UserError: it is not a list of numbers.
+        UserError: it is not a list of up to three numbers.
     """
     try:
         parts = [float(part) for part in split.split(",")]
     except ValueError:
         parts = []
-    if not parts or min(parts) < 0 or not 0 < parts[0] <= sum(parts) < math.inf:
+    if not 1 <= len(parts) <= 3 or min(parts) < 0 or not 0 < parts[0] <= sum(parts) < math.inf:
         raise UserError(f"--split {split} must be numbers such as 969,30,1, of which the first is above 0")
     return parts[0] / sum(parts)
 

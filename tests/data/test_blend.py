@@ -129,8 +129,9 @@ def test_other_mistakes_are_refused(paths: list[str], tmp_path: Path) -> None:
         main([str(file_of(tmp_path, {"path": paths[2], "weight": 1})), "--tokens", "10", "--split", "1,99,0"])
     with pytest.raises(UserError, match="the sources add up to 50 tokens, not to --tokens 70"):
         main([str(file_of(tmp_path, {"path": paths[0], "tokens": 50})), "--tokens", "70"])
-    with pytest.raises(UserError, match="--split"):
-        main([str(file_of(tmp_path, one)), "--tokens", "70", "--split", "0,1"])
+    for split in ("0,1", "1,2,3,4"):
+        with pytest.raises(UserError, match="--split"):
+            main([str(file_of(tmp_path, one)), "--tokens", "70", "--split", split])
     (tmp_path / "bad.yaml").write_text("sources: [")
     with pytest.raises(UserError, match="is not valid YAML"):
         main([str(tmp_path / "bad.yaml")])
