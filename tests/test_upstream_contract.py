@@ -226,6 +226,7 @@ def test_pretrain_entry() -> None:
     ]
     assert {"args", "model_cfg"} <= parameters(pretrain_cfg_container_from_args)
     assert "parser.parse_args()" in source(megatron_arguments.parse_args)
+    assert "args = arguments.parse_args(ignore_unknown_args=True)" in source(megatron.training.ft_integration.setup)
     assert {"batch", "has_cu_seqlens", "broadcast_src_rank", "mtp_on_this_rank", "micro_batch_size"} <= parameters(
         get_batch_on_this_tp_rank
     )

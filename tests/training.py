@@ -1,5 +1,6 @@
 """A tiny training run inside a rank of `tests.distributed`: what the tests of platform, resume and telemetry share."""
 
+import sys
 from pathlib import Path
 
 MODEL = (
@@ -28,7 +29,11 @@ def train(argv: list[str]) -> None:
 
     if on_cpu():
         cpu.activate_training()
-    run(parse(argv))
+    typed, sys.argv = sys.argv, ["megagate.pretrain", *argv]  # which Megatron reads too
+    try:
+        run(parse(argv))
+    finally:
+        sys.argv = typed
 
 
 def scalars(directory: Path) -> dict[str, dict[int, float]]:

@@ -1,11 +1,12 @@
 """Hand the model, the data and the forward step to Megatron's training loop."""
 
 import argparse
+from types import SimpleNamespace
 
 import torch
 from megatron.core.datasets import utils as dataset_utils
 from megatron.core.enums import ModelType
-from megatron.training import pretrain
+from megatron.training import ft_integration, pretrain
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
 from megagate.checkpoint import save, torch_adam
@@ -32,6 +33,14 @@ def fork_loader_workers() -> None:
     torch.multiprocessing.set_start_method("fork", force=True)
 
 
+def give_parsed_arguments(args: argparse.Namespace) -> None:
+    """Have Megatron's fault tolerance take `args`.
+
+    It parses the command line a second time, by a parser that knows neither recipes nor what megagate adds to flags.
+    """
+    ft_integration.arguments = SimpleNamespace(parse_args=lambda **_: args)
+
+
 def train(args: argparse.Namespace) -> None:
     """Train as `args` says, from initialisation or a checkpoint, and save.
 
@@ -42,6 +51,7 @@ def train(args: argparse.Namespace) -> None:
     """
     use_prebuilt_index_builder()
     fork_loader_workers()
+    give_parsed_arguments(args)
     torch_adam.apply()
     gate_optimizer.apply()
     flops.apply()
