@@ -39,7 +39,9 @@ def expand(inputs: Sequence[str]) -> list[str]:
     """
     prefixes: list[str] = []
     for item in inputs:
-        if os.path.isdir(item):
+        if os.path.isfile(item + ".idx"):  # also where Megatron keeps its cache, in a directory named as the dataset
+            found = [item]
+        elif os.path.isdir(item):
             found = sorted(glob.glob(os.path.join(glob.escape(item), "*.idx")))
         elif glob.has_magic(item):
             paths = glob.glob(item) + glob.glob(item + ".idx")

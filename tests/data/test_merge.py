@@ -54,6 +54,8 @@ def test_inputs_are_prefixes_files_patterns_and_directories(tmp_path: Path) -> N
     (tmp_path / "d.partial-1.idx").write_bytes(b"")
     assert expand([str(tmp_path)]) == expected
     assert expand([f"{tmp_path}/c.idx", f"{tmp_path}/a"]) == [expected[2], expected[0]]
+    (tmp_path / "a" / "cache").mkdir(parents=True)  # as training leaves it
+    assert expand([f"{tmp_path}/a"]) == expected[:1]
     with pytest.raises(UserError, match="is named twice"):
         expand([str(tmp_path), f"{tmp_path}/b"])
     with pytest.raises(UserError, match=r"has no \.idx file"):
