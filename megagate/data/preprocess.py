@@ -158,11 +158,15 @@ def preprocess(
         "json_keys": list(json_keys),
         "append_eod": append_eod,
         "max_document_tokens": max_document_tokens,
-        "on_bad_line": on_bad_line,
     }
     prefixes = output_prefixes(output_prefix, json_keys)
     try:
         with Job(Path(f"{output_prefix}_unfinished"), asked, encoder.dtype, len(json_keys), restart) as job:
+            if job.malformed and on_bad_line == "fail":
+                raise UserError(
+                    f"{job.directory} holds an unfinished job that left out {job.malformed} malformed records; go on "
+                    "with it by --on-bad-line skip, or give --restart to begin anew"
+                )
             policy.skipped = job.malformed
             progress.go_on(job.bytes_read, sum(dataset.counts.tokens for dataset in job.datasets))
             remaining = job.remaining(read_batches(paths, json_keys, progress.log))

@@ -116,6 +116,20 @@ def test_another_job_is_not_continued(source: Path, tokenizer: Any) -> None:
     assert output(source, "out") == output(source, "straight")
 
 
+def test_what_to_do_with_bad_lines_may_change(source: Path, tokenizer: Any) -> None:
+    """A job that ended at one takes the remedy which its message names."""
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"in\.jsonl, line 6: not valid JSON .* leave such records out with"):
+            run(source, "out", tokenizer, on_bad_line="fail")
+    job = interrupted(source, tokenizer, 3)
+    with pytest.raises(UserError, match="that left out 1 malformed records; go on with it by --on-bad-line skip"):
+        run(source, "out", tokenizer, on_bad_line="fail")
+    assert job.exists()
+    run(source, "out", tokenizer)
+    run(source, "straight", tokenizer)
+    assert output(source, "out") == output(source, "straight")
+
+
 def test_a_restart_forgets_what_was_noted(source: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     job = interrupted(source, tokenizer, 5)
     monkeypatch.setattr(unfinished, "SAVE_SECONDS", 60.0)
