@@ -79,11 +79,8 @@ class PendingDataset:
             file.flush()
             os.fsync(file.fileno())
 
-    def publish(self, prefix: str) -> dict[str, str]:
-        """Give the dataset its name, and return the SHA-256 of its files by their ending.
-
-        At no moment does an index stand beside another dataset's tokens.
-        """
+    def finish(self) -> dict[str, str]:
+        """Write the index, and return the SHA-256 of the files by their ending."""
         self.sync()
         lengths = np.memmap(self._stem + ".lengths", mode="r", dtype="<i4")
         code = next(code for code, name in DTYPES.items() if np.dtype(name) == self._dtype)
@@ -95,11 +92,14 @@ class PendingDataset:
         for suffix in (".bin", ".idx"):
             with open(self._stem + suffix, "rb") as written:
                 digests[suffix] = hashlib.file_digest(written, "sha256").hexdigest()
+        return digests
+
+    def publish(self, prefix: str) -> None:
+        """Give the finished dataset its name; at no moment does an index stand beside another dataset's tokens."""
         with contextlib.suppress(FileNotFoundError):
             os.remove(prefix + ".idx")
         os.replace(self._stem + ".bin", prefix + ".bin")
         os.replace(self._stem + ".idx", prefix + ".idx")
-        return digests
 
     def close(self) -> None:
         """Close the files, also where a full disk does not take their last bytes."""
@@ -179,8 +179,10 @@ class Job:
             self._save()
 
     def publish(self, prefixes: Sequence[str]) -> list[dict[str, str]]:
-        """Give all datasets their names; see `PendingDataset.publish`."""
-        digests = [dataset.publish(prefix) for dataset, prefix in zip(self.datasets, prefixes, strict=True)]
+        """Finish all datasets, and only then give them their names; return what `PendingDataset.finish` does."""
+        digests = [dataset.finish() for dataset in self.datasets]
+        for dataset, prefix in zip(self.datasets, prefixes, strict=True):
+            dataset.publish(prefix)
         self._kept = False
         return digests
 

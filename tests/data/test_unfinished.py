@@ -1,5 +1,6 @@
 """An interrupted job goes on where it was, with the bytes of one that was not, or is refused."""
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -137,6 +138,26 @@ def test_a_restart_forgets_what_was_noted(source: Path, tokenizer: Any, monkeypa
     monkeypatch.setattr(Progress, "update", lambda *_: seen.append((job / "state.json").exists()))
     run(source, "out", tokenizer, append_eod=True, restart=True)
     assert seen and not any(seen)
+
+
+def test_a_disk_that_is_full_at_the_last_index_leaves_no_dataset(
+    source: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source.write_text(json.dumps({"text": "1 2", "other": "3"}) + "\n")
+    write = unfinished.write_index_of_lengths
+
+    def second(file: Any, code: int, lengths: Any) -> None:
+        if file.name.endswith("1.idx"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(file, code, lengths)
+
+    monkeypatch.setattr(unfinished, "write_index_of_lengths", second)
+    with pytest.raises(UserError, match="No space left on device; make room there"):
+        run(source, "out", tokenizer, json_keys=["text", "other"])
+    assert sorted(os.listdir(source.parent)) == ["in.jsonl", "out_unfinished"]
+    monkeypatch.setattr(unfinished, "write_index_of_lengths", write)
+    run(source, "out", tokenizer, json_keys=["text", "other"])
+    assert len(os.listdir(source.parent)) == 5
 
 
 def test_two_jobs_do_not_write_to_one_place(source: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
