@@ -165,11 +165,26 @@ def expand_inputs(inputs: Sequence[str]) -> list[str]:
     return paths
 
 
+def _files_below(directory: str) -> list[str]:
+    """Return all files below a directory, through links too; a directory that is reached twice counts once."""
+    found: list[str] = []
+    seen: set[str] = set()
+    for folder, folders, names in os.walk(directory, followlinks=True):
+        real = os.path.realpath(folder)
+        if real in seen:
+            folders.clear()
+            continue
+        seen.add(real)
+        folders.sort()
+        found += [os.path.join(folder, name) for name in names]
+    return found
+
+
 def _expand(item: str) -> list[str]:
     if item == STANDARD_INPUT:
         return [item]
     if os.path.isdir(item):
-        found = [os.path.join(folder, name) for folder, _, names in os.walk(item) for name in names]
+        found = _files_below(item)
         shown = [path for path in found if not any(part.startswith(".") for part in _parts_below(path, item))]
         kept = sorted(path for path in shown if _content_suffix(path) in (".jsonl", TEXT_SUFFIX, PARQUET_SUFFIX))
         if not kept:

@@ -182,7 +182,8 @@ def preprocess(
                 if not one.documents:
                     raise UserError(
                         f"nothing to write: no document has text under {key!r} "
-                        f"({one.empty} empty, {policy.skipped} malformed records skipped)"
+                        f"({one.empty} empty, {policy.skipped} malformed records skipped); "
+                        "correct --input or --json-keys"
                     )
             digests = job.publish(prefixes)
     except OSError as error:

@@ -3,6 +3,7 @@
 import gzip
 import io
 import json
+import os
 import sys
 
 import pytest
@@ -14,6 +15,19 @@ from megagate.errors import UserError
 
 def texts_of(*inputs, key="text", action="fail"):
     return list(iterate_texts(expand_inputs([str(item) for item in inputs]), key, BadRecordPolicy(action)))
+
+
+def test_links_to_directories_are_followed_once(tmp_path):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "b.txt").write_text("b")
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    (folder / "a.txt").write_text("a")
+    (folder / "more").symlink_to(elsewhere)
+    (folder / "again").symlink_to(folder)  # without an end, if it were followed for ever
+    found = expand_inputs([str(folder)])
+    assert [os.path.relpath(path, folder) for path in found] == ["a.txt", "more/b.txt"]
 
 
 def test_a_directory_is_searched_recursively_in_alphabetical_order(tmp_path):
