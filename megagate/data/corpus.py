@@ -78,6 +78,13 @@ class ReadLog:
     stored_bytes: int = 0
     sha256: dict[str, str] = field(default_factory=dict)
     """Of each input that was read to its end, by the name that messages show."""
+    empty_files: list[str] = field(default_factory=list)
+    """Inputs with nothing in them; a compressed one may still have bytes."""
+
+    def report_empty(self, name: str) -> None:
+        """Note an input with nothing in it, and say so."""
+        self.empty_files.append(name)
+        print(f"{name} is empty", file=sys.stderr, flush=True)
 
 
 class _Metered(io.RawIOBase):
@@ -236,10 +243,15 @@ def read_batches(paths: Iterable[str], keys: Sequence[str], log: ReadLog | None 
             with _open_raw(path) as raw:
                 metered = _Metered(raw, log)
                 stream = _decompressed(path, io.BufferedReader(metered, BATCH_BYTES))
+                batches: Iterable[Batch] = _line_batches(stream, name)
                 if is_text_file(path):
-                    yield Batch(name, 1, [_read_whole(stream, name)], is_text=True)
-                else:
-                    yield from _line_batches(stream, name)
+                    batches = [Batch(name, 1, [_read_whole(stream, name)], is_text=True)]
+                has_content = False
+                for batch in batches:
+                    has_content |= any(batch.records)
+                    yield batch
+                if not has_content:
+                    log.report_empty(name)
                 log.sha256[name] = metered.digest.hexdigest()
         except UserError:
             raise

@@ -203,6 +203,7 @@ def preprocess(
             for prefix, one, digest in zip(prefixes, counts, digests, strict=True)
         },
         "inputs_sha256": progress.log.sha256,
+        "empty_files": progress.log.empty_files,
         "malformed_records": policy.skipped,
         "bytes_read": progress.bytes_read,
         "seconds": round(time.monotonic() - progress.started, 3),

@@ -183,6 +183,18 @@ def test_an_empty_corpus_is_an_error_and_leaves_nothing(numbers, tmp_path):
     assert os.listdir(tmp_path) == ["in.jsonl"]
 
 
+def test_empty_files_are_said_and_counted(numbers, tmp_path, capsys):
+    full = write_lines(tmp_path / "a.jsonl", [{"text": "1 2"}])
+    empty = [tmp_path / name for name in ("b.jsonl", "c.jsonl.gz", "d.txt")]
+    empty[0].touch()
+    empty[1].write_bytes(gzip.compress(b""))
+    empty[2].touch()
+    summary = preprocess([full, *map(str, empty)], str(tmp_path / "out"), numbers)
+    assert summary["empty_files"] == [str(path) for path in empty]
+    assert all(f"{path} is empty\n" in capsys.readouterr().err for path in empty[:1])
+    assert summary["datasets"][str(tmp_path / "out_text_document")]["documents"] == 1
+
+
 def test_existing_output_is_kept_unless_overwrite_is_given(numbers, tmp_path):
     path = write_lines(tmp_path / "in.jsonl", [{"text": "1 2"}])
     preprocess([path], str(tmp_path / "out"), numbers)
