@@ -47,6 +47,15 @@ def check_keep(args: argparse.Namespace) -> None:
         raise UserError("--keep-last and --save-retain-interval both remove checkpoints: leave one of them out")
 
 
+def restore() -> None:
+    """Take away what `apply` has put around Megatron's functions: every rank of a save must have it, or none."""
+    training: Any = importlib.import_module("megatron.training.training")
+    checkpointing: Any = importlib.import_module("megatron.training.checkpointing")
+    if isinstance(training.save_checkpoint, Saving):
+        checkpointing.dist_checkpointing.save = training.save_checkpoint.unobserved
+        training.save_checkpoint = training.save_checkpoint.original
+
+
 def apply() -> None:
     """Put `Saving` around Megatron's functions, once in a process."""
     training: Any = importlib.import_module("megatron.training.training")
@@ -55,6 +64,7 @@ def apply() -> None:
     checkpointing: Any = importlib.import_module("megatron.training.checkpointing")
     training.save_checkpoint = Saving(training.save_checkpoint)
     dist_checkpointing = checkpointing.dist_checkpointing
+    training.save_checkpoint.unobserved = dist_checkpointing.save
     dist_checkpointing.save = _looked_at(dist_checkpointing.save)
 
 

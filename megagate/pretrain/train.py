@@ -79,6 +79,7 @@ def train(args: argparse.Namespace) -> None:
         ended_early = True
     finally:
         telemetry.forget()
+        save.restore()
     stop.over()
     supervised.finished(args, args.rank, asked_duration, ended_early)
     if torch.distributed.is_initialized():

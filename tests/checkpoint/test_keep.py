@@ -129,7 +129,7 @@ def train_and_damage(argv: list[str]) -> str:
     except RuntimeError as error:
         return str(error)
     finally:
-        dist_checkpointing.save = looked_at
+        dist_checkpointing.save = original
     return ""
 
 
