@@ -9,11 +9,13 @@ import importlib
 import os
 import shutil
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from megagate.around import put_around
 from megagate.checkpoint import keep
 from megagate.checkpoint.load import missing_piece
 from megagate.errors import UserError
@@ -47,25 +49,15 @@ def check_keep(args: argparse.Namespace) -> None:
         raise UserError("--keep-last and --save-retain-interval both remove checkpoints: leave one of them out")
 
 
-def restore() -> None:
-    """Take away what `apply` has put around Megatron's functions: every rank of a save must have it, or none."""
+def apply(until_end: ExitStack) -> None:
+    """Put `Saving`, and a look at what was written, around Megatron's functions until the run's end.
+
+    Every rank of a save must have it, or none.
+    """
     training: Any = importlib.import_module("megatron.training.training")
     checkpointing: Any = importlib.import_module("megatron.training.checkpointing")
-    if isinstance(training.save_checkpoint, Saving):
-        checkpointing.dist_checkpointing.save = training.save_checkpoint.unobserved
-        training.save_checkpoint = training.save_checkpoint.original
-
-
-def apply() -> None:
-    """Put `Saving` around Megatron's functions, once in a process."""
-    training: Any = importlib.import_module("megatron.training.training")
-    if isinstance(training.save_checkpoint, Saving):
-        return
-    checkpointing: Any = importlib.import_module("megatron.training.checkpointing")
-    training.save_checkpoint = Saving(training.save_checkpoint)
-    dist_checkpointing = checkpointing.dist_checkpointing
-    training.save_checkpoint.unobserved = dist_checkpointing.save
-    dist_checkpointing.save = _looked_at(dist_checkpointing.save)
+    put_around(until_end, training, "save_checkpoint", Saving)
+    put_around(until_end, checkpointing.dist_checkpointing, "save", _looked_at)
 
 
 class Saving:

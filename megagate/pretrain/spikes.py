@@ -14,12 +14,14 @@ import functools
 import importlib
 import json
 import math
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from megagate.around import put_around
 from megagate.checkpoint import keep
 from megagate.errors import UserError
 from megagate.supervise.records import write_outcome, write_whole
@@ -138,20 +140,21 @@ class Detector:
 _spike: Spike | None = None
 
 
-def apply(args: argparse.Namespace) -> None:
-    """Judge each step of the training loop."""
+def apply(args: argparse.Namespace, until_end: ExitStack) -> None:
+    """Judge each step of the training loop until the run's end."""
     global _spike
     _spike = None
     training: Any = importlib.import_module("megatron.training.training")
-    original = getattr(training.train_step, "without_judgement", training.train_step)
-    detector = Detector(args.spike_deviations, args.spike_patience, args.spike_warmup)
     _show_skipped(args)
+    put_around(until_end, training, "train_step", functools.partial(_judged, args))
+
+
+def _judged(args: argparse.Namespace, original: Any) -> Any:
+    detector = Detector(args.spike_deviations, args.spike_patience, args.spike_warmup)
 
     @functools.wraps(original)
-    def judged(*positional: Any, iteration: int | None = None, **named: Any) -> Any:
+    def judged(*positional: Any, iteration: int, **named: Any) -> Any:
         global _spike
-        if iteration is None:  # not the training loop
-            return original(*positional, **named)
         losses, skipped, should_save, should_exit, status, norm, *rest = original(
             *positional, iteration=iteration, **named
         )
@@ -169,8 +172,7 @@ def apply(args: argparse.Namespace) -> None:
                 _spike, should_save, should_exit, status = spike, False, True, EXIT_SPIKE
         return losses, skipped, should_save, should_exit, status, norm, *rest
 
-    judged.without_judgement = original  # type: ignore[attr-defined]
-    training.train_step = judged
+    return judged
 
 
 def _common(losses: dict[str, torch.Tensor], norm: Any) -> tuple[float, float]:

@@ -14,14 +14,15 @@ import os
 import signal
 import threading
 import time
+from contextlib import ExitStack
 from multiprocessing import resource_tracker
 from types import FrameType
 from typing import Any
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-END_TIME_VARIABLE = "MEGAGATE_END_TIME"
-"""When to begin the last save, in seconds since 1970: set by the supervisor from the job's time limit."""
+from megagate.around import put_around
+from megagate.supervise.records import END_TIME_VARIABLE
 
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 FOREVER = 100 * 365 * 24 * 60
 OVER = 1e-9
 """A duration, in minutes, that has passed. Megatron takes 0 for none."""
@@ -63,7 +64,7 @@ def over() -> None:
             signal.signal(number, signal.SIG_IGN)
 
 
-def apply(args: argparse.Namespace) -> None:
+def apply(args: argparse.Namespace, until_end: ExitStack) -> None:
     """Have Megatron's training loop end on a signal or at the time limit, and its data-loader workers live through it.
 
     Every rank of a run must call it: Megatron asks all ranks for the duration or none.
@@ -75,19 +76,18 @@ def apply(args: argparse.Namespace) -> None:
         limits.append((float(os.environ[END_TIME_VARIABLE]) - training._TRAIN_START_TIME) / 60)
     args.exit_duration_in_mins = OVER if _received else max(OVER, min(limits))
     _args = args
-    original = training.build_pretraining_data_loader
-    if getattr(original, "outlives_signals", False):
-        return
+    put_around(until_end, training, "build_pretraining_data_loader", _with_workers_that_stay)
 
+
+def _with_workers_that_stay(original: Any) -> Any:
     @functools.wraps(original)
-    def with_workers_that_stay(*positional: Any, **named: Any) -> Any:
+    def build(*positional: Any, **named: Any) -> Any:
         loader = original(*positional, **named)
         if getattr(loader, "num_workers", 0):
             loader.worker_init_fn = WorkerStart(loader.worker_init_fn)
         return loader
 
-    with_workers_that_stay.outlives_signals = True  # type: ignore[attr-defined]
-    training.build_pretraining_data_loader = with_workers_that_stay
+    return build
 
 
 class WorkerStart:

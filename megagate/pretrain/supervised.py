@@ -8,9 +8,11 @@ import faulthandler
 import functools
 import importlib
 import signal
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from megagate.around import put_around
 from megagate.pretrain import stop
 from megagate.supervise.records import ProgressFile, directory, host, write_outcome
 
@@ -36,29 +38,29 @@ def answer_hangs(folder: Path, rank: int) -> None:
     faulthandler.register(HANG_SIGNAL, file=_stacks, all_threads=True)
 
 
-def apply(args: argparse.Namespace) -> None:
-    """Note each step of the training loop on rank 0."""
+def apply(args: argparse.Namespace, until_end: ExitStack) -> None:
+    """Note each step of the training loop on rank 0, until the run's end."""
     folder = directory()
     if folder is None:
         return
     answer_hangs(folder, args.rank)
-    if args.rank != 0:
-        return
-    training: Any = importlib.import_module("megatron.training.training")
-    original = training.train_step
+    if args.rank == 0:
+        training: Any = importlib.import_module("megatron.training.training")
+        put_around(until_end, training, "train_step", functools.partial(_noted, folder))
+
+
+def _noted(folder: Path, original: Any) -> Any:
     progress: list[ProgressFile] = []
 
     @functools.wraps(original)
-    def noting_the_step(*positional: Any, iteration: int | None = None, **named: Any) -> Any:
-        if iteration is None:  # not the training loop
-            return original(*positional, **named)
+    def noting_the_step(*positional: Any, iteration: int, **named: Any) -> Any:
         if not progress:
             progress.append(ProgressFile(folder, iteration))
         result = original(*positional, iteration=iteration, **named)
         progress[0].step(iteration + 1)
         return result
 
-    training.train_step = noting_the_step
+    return noting_the_step
 
 
 def finished(args: argparse.Namespace, rank: int, asked_duration: int | None, ended_early: bool) -> None:

@@ -1,6 +1,7 @@
 """Hand the model, the data and the forward step to Megatron's training loop."""
 
 import argparse
+import contextlib
 from types import SimpleNamespace
 
 import torch
@@ -55,13 +56,23 @@ def train(args: argparse.Namespace) -> None:
     torch_adam.apply()
     gate_optimizer.apply()
     flops.apply()
-    telemetry.apply()
-    asked_duration, ended_early = args.exit_duration_in_mins, False
-    stop.apply(args)
-    save.apply()
-    spikes.apply(args)
-    supervised.apply(args)
     sampler.apply()
+    asked_duration = args.exit_duration_in_mins
+    with contextlib.ExitStack() as until_end:
+        telemetry.apply(args, until_end)
+        stop.apply(args, until_end)
+        save.apply(until_end)
+        spikes.apply(args, until_end)
+        supervised.apply(args, until_end)
+        ended_early = _pretrain(args)
+    stop.over()
+    supervised.finished(args, args.rank, asked_duration, ended_early)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def _pretrain(args: argparse.Namespace) -> bool:
+    """Run Megatron's `pretrain`; return whether training ended before its last step."""
     config = pretrain_cfg_container_from_args(args, model_config(args))
     if args.rank == 0:
         gate = gate_config_from_args(args)
@@ -76,11 +87,5 @@ def train(args: argparse.Namespace) -> None:
             spikes.go_back(args)
             supervised.failed(args.rank, ending.code)
             raise
-        ended_early = True
-    finally:
-        telemetry.forget()
-        save.restore()
-    stop.over()
-    supervised.finished(args, args.rank, asked_duration, ended_early)
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+        return True
+    return False

@@ -31,6 +31,9 @@ DIRECTORY_VARIABLE = "MEGAGATE_SUPERVISE"
 
 ATTEMPT_VARIABLE = "MEGAGATE_ATTEMPT"
 
+END_TIME_VARIABLE = "MEGAGATE_END_TIME"
+"""When to begin the last save, in seconds since 1970: set by the supervisor from the job's time limit."""
+
 
 def host() -> str:
     """Return the name of this node: Slurm's, or its own."""

@@ -19,11 +19,10 @@ from typing import Any
 from megagate.errors import UserError
 from megagate.supervise import preflight, records, slurm
 from megagate.supervise.decide import EXIT_AGAIN, Action, Attempt, Decision, Kind, Policy, decide
-from megagate.supervise.records import History
+from megagate.supervise.records import END_TIME_VARIABLE, History
 from megagate.supervise.watch import Watch, send
 
 TRAINER = "megagate.pretrain"
-END_TIME_VARIABLE = "MEGAGATE_END_TIME"
 LAST_SECONDS = 30.0
 """Before a job's time limit, to put it back into the queue: one that has run out of time does not come back."""
 

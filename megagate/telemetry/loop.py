@@ -9,15 +9,17 @@ import argparse
 import functools
 import re
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch.distributed
 from megatron.core.num_microbatches_calculator import get_current_running_global_batch_size
 from megatron.training import training
-from megatron.training.global_vars import get_args, get_tensorboard_writer, get_timers, get_wandb_writer
+from megatron.training.global_vars import get_tensorboard_writer, get_timers, get_wandb_writer
 from torch import nn
 
+from megagate.around import put_around
 from megagate.errors import UserError
 from megagate.telemetry.curves import drop_after
 from megagate.telemetry.observer import Findings, Histogram
@@ -61,56 +63,89 @@ def check_telemetry(args: argparse.Namespace) -> None:
         raise UserError(f"--telemetry-rows must be at least 1, not {args.telemetry_rows}")
 
 
-def apply() -> None:
-    """Let Megatron's training loop be observed; idempotent, whatever else wraps its functions."""
-    for name, wrap in (("train_step", _observed), ("training_log", _written), ("print_rank_last", _extended)):
-        function = getattr(training, name)
-        if not hasattr(function, "is_watched"):  # whatever functools.wraps has put around it has the mark too
-            wrapped = wrap(function)
-            wrapped.is_watched = True
-            setattr(training, name, wrapped)
+def apply(args: argparse.Namespace, until_end: ExitStack) -> None:
+    """Let Megatron's training loop be observed until the run's end."""
+    watch = Watch(args)
+    put_around(until_end, training, "train_step", watch.around_step)
+    put_around(until_end, training, "training_log", watch.around_log)
+    put_around(until_end, training, "print_rank_last", watch.around_line)
 
 
 class Watch:
-    """What is observed of one training run.
+    """What is observed of one training run, and the functions of its loop with that.
 
     Args:
         args: of the run.
-        chunks: of the model on this rank.
     """
 
-    def __init__(self, args: argparse.Namespace, chunks: list[nn.Module]) -> None:
+    def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
-        self.telemetry = Telemetry(args, chunks, args.telemetry_rows)
+        self.telemetry: Telemetry | None = None
+        """From the first step on, which brings the model."""
         self.findings: Findings | None = None
         """Of the step that was observed last, until they are written."""
+
+    def around_step(self, original: Any) -> Any:
+        """Return Megatron's training step, observed if it is its turn; `iteration` is that before it."""
+
+        @functools.wraps(original)
+        def train_step(forward_step: Any, data_iterator: Any, model: list[nn.Module], *args: Any, **kwargs: Any) -> Any:
+            if self.telemetry is None:
+                self.telemetry = self._begin(model)
+            run = functools.partial(original, forward_step, data_iterator, model, *args, **kwargs)
+            return self._step(self.telemetry, run, kwargs["iteration"] + 1)
+
+        return train_step
+
+    def around_log(self, original: Any) -> Any:
+        """Return Megatron's log, and then ours; the fourth argument is the iteration."""
+
+        @functools.wraps(original)
+        def training_log(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            self._write(iteration=args[3])
+            return result
+
+        return training_log
+
+    def around_line(self, original: Any) -> Any:
+        """Return Megatron's printing; the line of an iteration shows what was observed in it."""
+
+        @functools.wraps(original)
+        def print_rank_last(message: str, *args: Any, **kwargs: Any) -> Any:
+            if re.search(r"\] iteration +\d+/", message):
+                message += self._line()
+            return original(message, *args, **kwargs)
+
+        return print_rank_last
+
+    def _begin(self, chunks: list[nn.Module]) -> Telemetry:
         writer = get_tensorboard_writer()
         if writer is not None:
             # Not the iteration of this step: --iterations-to-skip may leave out the first ones.
-            forget_curves_after(args, args.iteration, Path(writer.file_writer.event_writer._file_name))
+            forget_curves_after(self.args, self.args.iteration, Path(writer.file_writer.event_writer._file_name))
+        return Telemetry(self.args, chunks, self.args.telemetry_rows)
 
-    def step(self, run: Callable[[], Any], iteration: int) -> Any:
-        """Run a training step, observed if it is its turn, and return its result."""
+    def _step(self, telemetry: Telemetry, run: Callable[[], Any], iteration: int) -> Any:
         interval = self.args.telemetry_interval
         if not interval:
             return run()
-        with self.telemetry.speed.step(get_current_running_global_batch_size()):
+        with telemetry.speed.step(get_current_running_global_batch_size()):
             if iteration % interval:
                 return run()
-            with self.telemetry.observing(), self.telemetry.speed.detailed(get_timers()):
+            with telemetry.observing(), telemetry.speed.detailed(get_timers()):
                 result = run()
-        samples = self.telemetry.speed.samples
+        samples = telemetry.speed.samples
         operations = training.num_floating_point_operations(self.args, samples)
         world_size = torch.distributed.get_world_size()
-        self.findings = self.telemetry.findings(samples * self.args.seq_length, operations, world_size)
+        self.findings = telemetry.findings(samples * self.args.seq_length, operations, world_size)
         return result
 
-    def line(self) -> str:
-        """Return what the log line gains."""
+    def _line(self) -> str:
         scalars = self.findings.scalars if self.findings else {}
         return "".join(f" {form.format(scalars[tag])} |" for tag, form in ON_THE_LINE.items() if tag in scalars)
 
-    def write(self, iteration: int) -> None:
+    def _write(self, iteration: int) -> None:
         """Write the findings once, where this rank has a writer."""
         found, self.findings = self.findings, None
         writer, wandb_writer = get_tensorboard_writer(), get_wandb_writer()
@@ -123,54 +158,6 @@ class Watch:
                 write_histogram(writer, tag, histogram, iteration)
         if wandb_writer:
             wandb_writer.log(found.scalars, iteration)
-
-
-_watch: Watch | None = None
-
-
-def forget() -> None:
-    """Let go of the model that was watched last."""
-    global _watch
-    _watch = None
-
-
-def _observed(original: Any) -> Any:
-    @functools.wraps(original)
-    def train_step(forward_step: Any, data_iterator: Any, model: list[nn.Module], *args: Any, **kwargs: Any) -> Any:
-        """Megatron's training step; `iteration` is that before it."""
-        global _watch
-        settings, iteration = get_args(), kwargs.get("iteration")
-        run = functools.partial(original, forward_step, data_iterator, model, *args, **kwargs)
-        if iteration is None or not hasattr(settings, "telemetry_interval"):
-            return run()
-        if _watch is None or _watch.args is not settings:
-            _watch = Watch(settings, model)
-        return _watch.step(run, iteration + 1)
-
-    return train_step
-
-
-def _written(original: Any) -> Any:
-    @functools.wraps(original)
-    def training_log(*args: Any, **kwargs: Any) -> Any:
-        """Megatron's log, and then ours; the fourth argument is the iteration."""
-        result = original(*args, **kwargs)
-        if _watch is not None and _watch.args is get_args():
-            _watch.write(iteration=args[3])
-        return result
-
-    return training_log
-
-
-def _extended(original: Any) -> Any:
-    @functools.wraps(original)
-    def print_rank_last(message: str, *args: Any, **kwargs: Any) -> Any:
-        """Print; the line of an iteration with what was observed in it."""
-        if _watch is not None and re.search(r"\] iteration +\d+/", message):
-            message += _watch.line()
-        return original(message, *args, **kwargs)
-
-    return print_rank_last
 
 
 def forget_curves_after(args: argparse.Namespace, iteration: int, own: Path) -> None:

@@ -88,6 +88,30 @@ def test_communication_that_overlaps_changes_nothing(preset: str, tmp_path: Path
     assert overlapped == pytest.approx(plain, rel=1e-6)
 
 
+def changed_by_training(argv: list[str]) -> list[str]:
+    """Train in a rank, and return the functions of Megatron's that are others afterwards."""
+    from megatron.core import dist_checkpointing
+    from megatron.training import training
+
+    from megagate.platform import cpu
+
+    cpu.activate_training()  # which stays
+    places = [(dist_checkpointing, "save")]
+    names = ("train_step", "training_log", "print_rank_last", "save_checkpoint", "build_pretraining_data_loader")
+    places += [(training, name) for name in names]
+    before = [getattr(module, name) for module, name in places]
+    train(argv)
+    return [name for (module, name), original in zip(places, before, strict=True) if getattr(module, name) != original]
+
+
+def test_megatrons_functions_are_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a process that has trained would wait in a later save for ranks that have not."""
+    monkeypatch.setenv("MEGAGATE_SUPERVISE", str(tmp_path / "supervise"))
+    argv = [*TINY, "--save", str(tmp_path / "save"), "--save-interval", "2"]
+    assert run_distributed(changed_by_training, 1, argv, timeout=100) == [[]]
+    assert (tmp_path / "supervise" / "progress").read_text().split()[1] == "2"
+
+
 def write_dataset(prefix: Path, documents: int = 20, length: int = 100, largest: int = 254) -> None:
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
