@@ -13,7 +13,6 @@ is done, all in their order. What is generated for one depends on the batch by r
 
 import argparse
 import json
-import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -21,9 +20,10 @@ from pathlib import Path
 from megagate.data.tokenizer import quiet
 from megagate.errors import UserError, reason
 from megagate.evaluate.directories import check_directory, opened
-from megagate.evaluate.extension import Extension, add_extension_arguments
+from megagate.evaluate.extension import Extension
 from megagate.evaluate.generation import Speed, complete
 from megagate.evaluate.layout import refuse_ranks
+from megagate.evaluate.options import add_model_arguments, check_output, check_positive, write_file
 from megagate.evaluate.sampling import Sampling
 
 
@@ -65,15 +65,7 @@ def read_prompts(options: argparse.Namespace) -> list[str]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of tools/generate.py; those that Megatron has bear its names."""
     add = parser.add_argument
-    add(
-        "--load",
-        required=True,
-        type=Path,
-        metavar="DIR",
-        help="directory that training saved to, or a Hugging Face one",
-    )
-    add("--ckpt-step", type=int, metavar="N", help="iteration to load (the newest complete one)")
-    add("--tokenizer-model", metavar="FILE", help="where the run's tokenizer is now, if it has moved")
+    add_model_arguments(parser)
     add("--prompt", nargs="+", metavar="TEXT", help="texts to continue (standard input, as one)")
     add("--prompt-file", metavar="FILE", help='one JSON string, or object with "prompt", a line')
     add("--max-new-tokens", type=int, default=128, metavar="N", help="tokens to generate at most for each (128)")
@@ -83,7 +75,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=1234, metavar="N", help="of what is drawn (1234)")
     add("--micro-batch-size", type=int, default=8, metavar="N", help="prompts computed at a time (8)")
     add("--output", metavar="FILE", help="write the results there too, one JSON object a line")
-    add_extension_arguments(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -93,11 +84,8 @@ def run(options: argparse.Namespace) -> int:
         UserError: something in the options is missing or does not fit the checkpoint.
     """
     refuse_ranks("tools/generate.py")
-    for name in ("max_new_tokens", "micro_batch_size"):
-        if getattr(options, name) < 1:
-            raise UserError(f"--{name.replace('_', '-')} must be positive, not {getattr(options, name)}")
-    if options.output and not os.path.isdir(os.path.dirname(options.output) or "."):
-        raise UserError(f"--output {options.output} lies in a directory that does not exist: make it first")
+    check_positive(options, "max_new_tokens", "micro_batch_size")
+    check_output(options.output)
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
     check_directory(options.load, options.ckpt_step)
     prompts = read_prompts(options)
@@ -120,10 +108,7 @@ def run(options: argparse.Namespace) -> int:
     print(speed, file=sys.stderr, flush=True)
     if options.output:
         lines = [json.dumps(asdict(completion), ensure_ascii=False) + "\n" for completion in completions]
-        try:
-            Path(options.output).write_text("".join(lines), encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"cannot write --output {options.output}: {error.strerror}") from error
+        write_file(Path(options.output), "".join(lines))
     return 0
 
 

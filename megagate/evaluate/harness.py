@@ -23,9 +23,10 @@ from typing import Any
 from megagate.data.tokenizer import quiet
 from megagate.errors import UserError, nearest, reason
 from megagate.evaluate.directories import check_directory, opened
-from megagate.evaluate.extension import Extension, add_extension_arguments
+from megagate.evaluate.extension import Extension
 from megagate.evaluate.layout import refuse_ranks
 from megagate.evaluate.load import LoadedModel
+from megagate.evaluate.options import add_model_arguments, check_output, check_positive, write_file
 
 PAPER: dict[str, int] = {"hellaswag": 10, "mmlu": 5, "gsm8k": 5, "humaneval": 0, "ceval-valid": 5, "cmmlu": 5}
 """The paper's tasks by the harness's names -> examples before each question, which are ours."""
@@ -38,15 +39,7 @@ SEED = 1234
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `tools/evaluate.py harness`; those that Megatron or the harness have bear their names."""
     add = parser.add_argument
-    add(
-        "--load",
-        required=True,
-        type=Path,
-        metavar="DIR",
-        help="directory that training saved to, or a Hugging Face one",
-    )
-    add("--ckpt-step", type=int, metavar="N", help="iteration to load (the newest complete one)")
-    add("--tokenizer-model", metavar="FILE", help="where the run's tokenizer is now, if it has moved")
+    add_model_arguments(parser)
     add("--tasks", nargs="+", required=True, metavar="TASK", help=f"names of tasks; {GROUP}: {', '.join(PAPER)}")
     add("--task-path", nargs="+", type=Path, default=[], metavar="DIR", help="directories with further task files")
     add("--num-fewshot", type=int, metavar="N", help=f"examples before each question (the task's; {GROUP}: ours)")
@@ -54,7 +47,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--micro-batch-size", type=int, default=8, metavar="N", help="requests computed at a time (8)")
     add("--confirm-run-unsafe-code", action="store_true", help="run the code that the model writes")
     add("--output", metavar="FILE", help="write the results as JSON")
-    add_extension_arguments(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -66,12 +58,8 @@ def run(options: argparse.Namespace) -> int:
     refuse_ranks("tools/evaluate.py harness")
     if importlib.util.find_spec("lm_eval") is None:
         raise UserError("tools/evaluate.py harness needs lm-evaluation-harness: pip install 'megagate[eval]'")
-    for name in ("micro_batch_size", "limit"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise UserError(f"--{name.replace('_', '-')} must be positive, not {value}")
-    if options.output and not os.path.isdir(os.path.dirname(options.output) or "."):
-        raise UserError(f"--output {options.output} lies in a directory that does not exist: make it first")
+    check_positive(options, "micro_batch_size", "limit")
+    check_output(options.output)
     check_directory(options.load, options.ckpt_step)
     with quiet():
         tasks = load_tasks(options.tasks, options.task_path, options.num_fewshot)
@@ -84,10 +72,7 @@ def run(options: argparse.Namespace) -> int:
     report["checkpoint"] = str(options.load)
     print(table(report["tasks"]))
     if options.output:
-        try:
-            Path(options.output).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"cannot write --output {options.output}: {error.strerror}") from error
+        write_file(Path(options.output), json.dumps(report, indent=2) + "\n")
     return 0
 
 

@@ -28,7 +28,6 @@ import contextlib
 import itertools
 import json
 import math
-import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -50,7 +49,7 @@ from megagate.evaluate.documents import (
     text_bytes,
     token_counts,
 )
-from megagate.evaluate.extension import HINT, Extension, add_extension_arguments
+from megagate.evaluate.extension import HINT, Extension
 from megagate.evaluate.layout import SIZES, Layout, add_layout_arguments
 from megagate.evaluate.load import (
     LoadedModel,
@@ -60,6 +59,7 @@ from megagate.evaluate.load import (
     one_process_arguments,
     tokenizer_of,
 )
+from megagate.evaluate.options import add_model_arguments, check_output, check_positive, write_file
 from megagate.evaluate.report import DatasetResult, Result, table
 
 if TYPE_CHECKING:
@@ -198,17 +198,14 @@ def _labels(batch: Window) -> np.ndarray:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `tools/evaluate.py perplexity`; those that Megatron has bear its names."""
     add = parser.add_argument
-    add("--load", required=True, metavar="DIR", help="directory that training saved to, or a Hugging Face one")
-    add("--ckpt-step", type=int, metavar="N", help="iteration to load (the newest complete one)")
+    add_model_arguments(parser)
     add("--data-path", nargs="+", required=True, metavar="[NAME=]PREFIX", help="held-out .bin/.idx files")
     add("--unigram-data-path", nargs="+", metavar="PREFIX", help="training data to estimate the unigram model on")
-    add("--tokenizer-model", metavar="FILE", help="where the run's tokenizer is now, if it has moved")
     add("--seq-length", type=int, metavar="N", help="tokens per window (as in training)")
     add("--stride", type=int, metavar="N", help="tokens from one window to the next (the tokens per window)")
     add("--micro-batch-size", type=int, default=8, metavar="N", help="windows computed at a time (8)")
     add("--output", metavar="FILE", help="write the result as JSON")
     add_layout_arguments(parser)
-    add_extension_arguments(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -224,22 +221,15 @@ def run(options: argparse.Namespace) -> int:
         return 0
     print(table(report))
     if options.output:
-        try:
-            Path(options.output).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"cannot write --output {options.output}: {error.strerror}") from error
+        write_file(Path(options.output), json.dumps(report, indent=2) + "\n")
     return 0
 
 
 def _measure(options: argparse.Namespace, layout: Layout) -> dict[str, Any]:
     """Check the options, the cheap checks first, then load the checkpoint and return the report."""
-    for name in ("micro_batch_size", "stride", *SIZES.values()):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise UserError(f"--{name.replace('_', '-')} must be positive, not {value}")
-    if options.output and not os.path.isdir(os.path.dirname(options.output) or "."):
-        raise UserError(f"--output {options.output} lies in a directory that does not exist: make it first")
-    directory = Path(options.load)
+    check_positive(options, "micro_batch_size", "stride", *SIZES.values())
+    check_output(options.output)
+    directory = options.load
     check_directory(directory, options.ckpt_step)
     if is_hugging_face(directory) and layout.world_size > 1:
         raise UserError(

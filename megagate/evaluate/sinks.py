@@ -29,6 +29,7 @@ from megagate.evaluate.directories import as_checkpoint, check_directory, is_hug
 from megagate.evaluate.documents import open_dataset
 from megagate.evaluate.layout import refuse_ranks
 from megagate.evaluate.load import LoadedModel, find_checkpoint, load_model, one_process_arguments
+from megagate.evaluate.options import check_output, check_positive, write_file
 from megagate.evaluate.perplexity import evaluate, tokenizer_for_text
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ def run(options: argparse.Namespace) -> int:
         reports, maps = _measure(options)
     print(table(reports))
     if options.output:
-        _write(Path(options.output), json.dumps({"checkpoints": reports}, indent=2).encode() + b"\n")
+        _write(Path(options.output), json.dumps({"checkpoints": reports}, indent=2) + "\n")
     if options.figures:
         with quiet():
             for name, content in figures(reports, maps).items():
@@ -87,25 +88,15 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _write(path: Path, content: bytes) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content)
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}; choose another place for it") from error
+def _write(path: Path, content: str | bytes) -> None:
+    write_file(path, content)
     print(f"wrote {path}", file=sys.stderr, flush=True)
 
 
 def _measure(options: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
     """Check the options, the cheap checks first, then measure one checkpoint after the other."""
-    for name in ("micro_batch_size", "telemetry_rows", "seq_length"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise UserError(f"--{name.replace('_', '-')} must be positive, not {value}")
-    if options.output and not os.path.isdir(os.path.dirname(options.output) or "."):
-        raise UserError(f"--output {options.output} lies in a directory that does not exist: make it first")
-    if options.output and os.path.isdir(options.output):
-        raise UserError(f"--output {options.output} is a directory: name a file in it")
+    check_positive(options, "micro_batch_size", "telemetry_rows", "seq_length")
+    check_output(options.output)
     if options.figures and os.path.exists(options.figures) and not os.path.isdir(options.figures):
         raise UserError(f"--figures {options.figures} is not a directory: name one")
     if options.figures and importlib.util.find_spec("matplotlib") is None:

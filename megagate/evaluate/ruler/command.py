@@ -14,7 +14,6 @@ takes essays; questions need --squad or --hotpot, the data sets' own files. Thos
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,10 +24,11 @@ from typing import Any
 from megagate.data.tokenizer import quiet
 from megagate.errors import UserError, nearest, reason
 from megagate.evaluate.directories import check_directory, opened
-from megagate.evaluate.extension import HINT, Extension, add_extension_arguments
+from megagate.evaluate.extension import HINT, Extension
 from megagate.evaluate.generation import Text, generate_tokens
 from megagate.evaluate.layout import refuse_ranks
 from megagate.evaluate.load import LoadedModel
+from megagate.evaluate.options import add_model_arguments, check_output, check_positive, write_file
 from megagate.evaluate.ruler.needles import ESSAY_NEEDLES, NEEDLES, sentences_of, variable_tracking
 from megagate.evaluate.ruler.questions import hotpot, question_task, squad
 from megagate.evaluate.ruler.sample import Sample, Task, make_sample, match_all, match_part
@@ -163,15 +163,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `tools/evaluate.py ruler`; those that Megatron has bear its names."""
     add = parser.add_argument
     names = [*NEEDLES, *ESSAY_NEEDLES, "vt", "cwe", "fwe", "qa_1", "qa_2"]
-    add(
-        "--load",
-        required=True,
-        type=Path,
-        metavar="DIR",
-        help="directory that training saved to, or a Hugging Face one",
-    )
-    add("--ckpt-step", type=int, metavar="N", help="iteration to load (the newest complete one)")
-    add("--tokenizer-model", metavar="FILE", help="where the run's tokenizer is now, if it has moved")
+    add_model_arguments(parser)
     add("--lengths", nargs="+", type=tokens_of, default=[4096], metavar="N", help="tokens, as 4096 or 4k (4k)")
     add("--tasks", nargs="+", metavar="TASK", help=f"some of {', '.join(names)} (those that can be)")
     add("--samples", type=int, default=100, metavar="N", help="of each task and length (100; the benchmark has 500)")
@@ -181,7 +173,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--hotpot", type=Path, metavar="FILE", help="HotpotQA's JSON file, for qa_2")
     add("--micro-batch-size", type=int, default=1, metavar="N", help="prompts computed at a time (1)")
     add("--output", metavar="FILE", help="write scores and answers as JSON")
-    add_extension_arguments(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -191,11 +182,8 @@ def run(options: argparse.Namespace) -> int:
         UserError: something in the options is missing or does not fit the checkpoint.
     """
     refuse_ranks("tools/evaluate.py ruler")
-    for name in ("samples", "micro_batch_size"):
-        if getattr(options, name) < 1:
-            raise UserError(f"--{name.replace('_', '-')} must be positive, not {getattr(options, name)}")
-    if options.output and not os.path.isdir(os.path.dirname(options.output) or "."):
-        raise UserError(f"--output {options.output} lies in a directory that does not exist: make it first")
+    check_positive(options, "samples", "micro_batch_size")
+    check_output(options.output)
     check_directory(options.load, options.ckpt_step)
     tasks = chosen_tasks(options)
     with (
@@ -216,10 +204,7 @@ def run(options: argparse.Namespace) -> int:
     print(table(found))
     if options.output:
         report = {"checkpoint": str(options.load), "scores": found, "results": [vars(result) for result in results]}
-        try:
-            Path(options.output).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"cannot write --output {options.output}: {error.strerror}") from error
+        write_file(Path(options.output), json.dumps(report, indent=2) + "\n")
     return 0
 
 
