@@ -39,10 +39,6 @@ def add_keep_arguments(parser: argparse.ArgumentParser) -> None:
 
 def check_keep(args: argparse.Namespace) -> None:
     """Raise UserError for flags that contradict each other."""
-    for name in ("keep_last", "keep_every"):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise UserError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
     if args.keep_every is not None and args.keep_last is None:
         raise UserError(f"--keep-every {args.keep_every} has no effect without --keep-last: add it")
     if args.keep_last is not None and args.save_retain_interval is not None:

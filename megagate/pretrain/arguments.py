@@ -115,6 +115,12 @@ POSITIVE = (
     "expert_tensor_parallel_size",
     "num_virtual_stages_per_pipeline_rank",
     "num_layers_per_virtual_pipeline_stage",
+    "keep_last",
+    "keep_every",
+    "spike_rollback",
+    "spike_patience",
+    "spike_warmup",
+    "telemetry_rows",
 )
 """Arguments that count something there must be one of, where they are given."""
 

@@ -61,11 +61,8 @@ def check_spikes(args: argparse.Namespace) -> None:
     """Check the flags, and add what earlier spikes have made the run leave out.
 
     Raises:
-        UserError: a number makes no sense, or going back has nowhere to go.
+        UserError: going back has nowhere to go, or the file of what is left out is damaged.
     """
-    for name in ("spike_rollback", "spike_patience", "spike_warmup"):
-        if getattr(args, name) < 1:
-            raise UserError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}")
     if args.spike_policy != "continue" and args.save is None:
         raise UserError(f"--spike-policy {args.spike_policy} goes back to a checkpoint: add --save")
     for first, last in read_skipped(args.save):

@@ -59,8 +59,6 @@ def check_telemetry(args: argparse.Namespace) -> None:
         args.telemetry_interval = args.log_interval
     if args.telemetry_interval < 0:
         raise UserError(f"--telemetry-interval must be 0 or more, not {args.telemetry_interval}")
-    if args.telemetry_rows < 1:
-        raise UserError(f"--telemetry-rows must be at least 1, not {args.telemetry_rows}")
 
 
 def apply(args: argparse.Namespace, until_end: ExitStack) -> None:
