@@ -8,6 +8,7 @@ import torch
 
 from megagate.gate import PRESETS
 from tests.distributed import ROOT, run_distributed
+from tests.gate.paper import ADDED
 
 EXAMPLES = ROOT / "examples"
 RECIPES = sorted(str(path.relative_to(ROOT)) for path in EXAMPLES.glob("*/recipe*.yaml"))
@@ -15,26 +16,6 @@ RUN = re.compile(r"#   (\d+) GPUs(?:, (--.*))?: ([\d,]+) parameters, ([\d,]+) ac
 QUICKSTART = "examples/quickstart/recipe.yaml"
 
 VOCABULARY = 151936
-ADDED = {
-    "baseline": 0,
-    "sdpa-elementwise": 201_326_592,
-    "sdpa-headwise": 1_572_864,
-    "value-elementwise": 25_165_824,
-    "value-headwise": 196_608,
-    "key-elementwise": 25_165_824,
-    "query-elementwise": 201_326_592,
-    "output-elementwise": 100_663_296,
-    "sdpa-elementwise-shared": 201_326_592,
-    "value-elementwise-shared": 25_165_824,
-    "sdpa-elementwise-additive-silu": 201_326_592,
-    "sdpa-elementwise-silu": 201_326_592,
-    "sdpa-elementwise-additive-identity": 201_326_592,
-    "sdpa-elementwise-ns-sigmoid": 201_326_592,
-    "sdpa-constant": 98_304,
-    "sdpa-rmsnorm": 98_304,
-    "sdpa-silu": 0,
-}
-"""The paper's table of parameters added to its 15A2B model; head-shared gates have the same projection."""
 
 
 def stated_runs(recipe: str) -> list[tuple[int, list[str], int, int]]:
