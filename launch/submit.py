@@ -153,7 +153,7 @@ def main() -> int:
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}; correct --save") from error
     if done.returncode:
-        raise UserError(f"sbatch refuses {path}: {' '.join(done.stderr.split())}")
+        raise UserError(f"sbatch refuses {path}: {' '.join(done.stderr.split())}; correct the flags")
     print(f"{done.stdout.strip()}; its log is {save / 'main.log'}")
     print(f"to see how it goes: python -m megagate.supervise status {save}")
     return 0

@@ -44,7 +44,7 @@ def read_prompts(options: argparse.Namespace) -> list[str]:
     try:
         content = Path(options.prompt_file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read --prompt-file {options.prompt_file}: {reason(error)}") from error
+        raise UserError(f"cannot read --prompt-file {options.prompt_file}: {reason(error)}; name another") from error
     prompts = []
     for number, line in enumerate(content.splitlines(), 1):
         if not line.strip():
@@ -52,10 +52,12 @@ def read_prompts(options: argparse.Namespace) -> list[str]:
         try:
             value = json.loads(line)
         except ValueError as error:
-            raise UserError(f"line {number} of {options.prompt_file} is not JSON: {error}") from error
+            raise UserError(f"line {number} of {options.prompt_file} is not JSON: {error}; mend it there") from error
         prompt = value.get("prompt") if isinstance(value, dict) else value
         if not isinstance(prompt, str):
-            raise UserError(f'line {number} of {options.prompt_file} is no JSON string and no object with a "prompt"')
+            raise UserError(
+                f'line {number} of {options.prompt_file} is no JSON string and no object with a "prompt": write one'
+            )
         prompts.append(prompt)
     if not prompts:
         raise UserError(f"--prompt-file {options.prompt_file} holds no prompt: write one JSON string a line")

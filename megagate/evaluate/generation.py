@@ -210,4 +210,4 @@ def encode(tokenizer: Any, prompt: str, number: int) -> list[int]:
     try:
         return list(tokenizer.tokenize(prompt)) or [tokenizer.eod]
     except ValueError as error:  # NullTokenizer, whose texts are numbers
-        raise UserError(f"the tokenizer does not take prompt {number}: {reason(error)}") from error
+        raise UserError(f"the tokenizer does not take prompt {number}: {reason(error)}; change it") from error

@@ -247,7 +247,8 @@ def _measure(options: argparse.Namespace, layout: Layout) -> dict[str, Any]:
             raise UserError(f"--seq-length {length} must lie between 1 and {longest}, the model's positions: {HINT}")
         if options.stride is not None and options.stride > length:
             raise UserError(
-                f"--stride {options.stride} is more than the {length} tokens of a window: some would be missed"
+                f"--stride {options.stride} is more than the {length} tokens of a window: give at most that, or "
+                "some tokens would be missed"
             )
         tokenizer = tokenizer_for_text(args, options.tokenizer_model)
         counts = [token_counts(path, args.tokenizer_vocab_size) for path in unigram_paths]

@@ -138,7 +138,10 @@ def _measure_one(
     args = one_process_arguments(find_checkpoint(directory, step))
     length = options.seq_length or args.seq_length
     if length > args.max_position_embeddings:
-        raise UserError(f"--seq-length {length} is more than the {args.max_position_embeddings} positions of {name}")
+        raise UserError(
+            f"--seq-length {length} is more than the {args.max_position_embeddings} positions of {name}: "
+            "give at most that"
+        )
     tokenizer = tokenizer_for_text(args, options.tokenizer_model)
     print(f"loading {directory}", file=sys.stderr, flush=True)
     with load_model(directory, step) as loaded:
@@ -191,7 +194,7 @@ class AttentionMaps:
         count = loaded.args.num_attention_heads
         for head in heads:
             if not 0 <= head < count:
-                raise UserError(f"--attention-heads {head} is none of the model's heads, 0 to {count - 1}")
+                raise UserError(f"--attention-heads {head} is none of the model's heads, 0 to {count - 1}: give one")
 
     def attach(self, layers: Sequence[Any], on_exit: contextlib.ExitStack) -> None:
         """Look at the queries and keys of the blocks that were asked for."""

@@ -102,7 +102,7 @@ def _show(numbers: dict[str, Any], text: list[str], target: str | None) -> None:
         try:
             Path(target).write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
         except OSError as error:
-            raise UserError(f"cannot write {target}: {error.strerror}") from error
+            raise UserError(f"cannot write {target}: {error.strerror}; choose another --json") from error
 
 
 def _search(args: argparse.Namespace, machine: Gpu, options: argparse.Namespace) -> int:

@@ -41,9 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     if not options.spike_deviations > 0:
-        raise UserError(f"--spike-deviations {options.spike_deviations} must be positive")
+        raise UserError(f"--spike-deviations {options.spike_deviations} must be positive: give more than 0")
     if options.output.exists() and not options.output.is_dir():
-        raise UserError(f"--output {options.output} is not a directory")
+        raise UserError(f"--output {options.output} is not a directory: name one")
     runs = read_runs(options.runs)
     for run in runs:
         for note in run.notes:
@@ -75,4 +75,4 @@ def _write(directory: Path, files: dict[str, bytes]) -> None:
             if f"{name}.png" not in files:
                 (directory / f"{name}.png").unlink(missing_ok=True)
     except OSError as error:
-        raise UserError(f"cannot write to --output {directory}: {error.strerror}") from error
+        raise UserError(f"cannot write to --output {directory}: {error.strerror}; choose another") from error

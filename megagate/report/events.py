@@ -110,7 +110,7 @@ def read_event_file(path: Path, progress: ByteProgress | None = None) -> EventFi
             if progress is not None:
                 progress.add(len(record) + RECORD_FRAME)
     except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
+        raise UserError(f"cannot read {path}: {error.strerror or error}; leave its run out") from error
     except DecodeError:
         pass  # whole records of something else
     return file

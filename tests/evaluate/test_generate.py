@@ -158,6 +158,45 @@ def test_prompts_that_do_not_fit_are_refused(checkpoints, tmp_path):
     assert "does not exist" in refusal(["--load", str(tmp_path / "missing")])
 
 
+@pytest.mark.parametrize(
+    ("content", "words", "sentence"),
+    [
+        ('"a"', ["--prompt", "b"], "--prompt and --prompt-file are both given: leave one out"),
+        (None, [], r"cannot read --prompt-file .*No such file or directory.*; name another"),
+        ('"a"\nb', [], "line 2 of .* is not JSON: .*; mend it there"),
+        ("\n3", [], 'line 2 of .* is no JSON string and no object with a "prompt": write one'),
+        ("", [], "--prompt-file .* holds no prompt: write one JSON string a line"),
+    ],
+)
+def test_a_file_of_prompts(content: str | None, words: list[str], sentence: str, tmp_path: Path) -> None:
+    path = tmp_path / "prompts"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(UserError, match=sentence):
+        generate.read_prompts(options_of(["--load", "x", "--prompt-file", str(path), *words]))
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({"temperature": -1.0}, "--temperature -1.0 is negative: give 0 for greedy, or more"),
+        ({"top_k": -1}, "--top-k -1 is negative: give 0 for all tokens, or more"),
+        ({"top_p": 0.0}, "--top-p 0.0 is no share of the probability: give 0 < p <= 1"),
+        ({"seed": -1}, "--seed -1 is negative: give 0 or more"),
+        ({"top_k": 5}, "--top-k and --top-p have no effect on greedy generation: give --temperature too"),
+    ],
+)
+def test_sampling_that_cannot_be(values: dict, sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        Sampling(**values)
+
+
+def test_one_process_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match=r"tools/generate.py runs on one process: start it with python, not torchrun"):
+        generate.run(options_of(["--load", "x"]))
+
+
 class Bytes:
     """A tokenizer whose tokens are bytes."""
 

@@ -185,6 +185,8 @@ def test_tasks_that_cannot_be_are_refused(text_model: Path, tasks: Path) -> None
     (tasks / "remote.yaml").write_text(remote + "output_type: generate_until\ndoc_to_text: x\ndoc_to_target: y\n")
     words = ["--load", str(text_model), "--task-path", str(tasks), "--tasks"]
     assert "the task remote cannot be loaded, whose data may be on the network only" in refusal([*words, "remote"])
+    found = refusal([*words, "own_text", "--task-path", str(text_model / "none")])
+    assert "none is no directory: give one with task files" in found
     assert "--limit must be positive" in refusal([*words, "own_text", "--limit", "0"])
     (tasks / "remote.yaml").unlink()
 

@@ -190,5 +190,15 @@ def test_what_cannot_be_is_refused(text_model: Path, tmp_path: Path) -> None:
     assert "--samples must be positive" in refusal([*words, "--samples", "0"])
 
 
+def test_files_with_nothing_in_them(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text(" ")
+    with pytest.raises(UserError, match=r"--haystack .* holds no text: give a file with sentences"):
+        command.tasks_of(haystack=path)
+    path.write_text('{"data": []}')
+    with pytest.raises(UserError, match=r"--squad .* holds no question: give the data set's own file"):
+        command.tasks_of(squad_file=path)
+
+
 def test_lengths_in_k() -> None:
     assert [command.tokens_of(text) for text in ("4096", "4k", "128K")] == [4096, 4096, 131072]

@@ -202,7 +202,7 @@ def test_progress_is_read_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["run"], "does not start the trainer"),
+        (["run"], "does not start the trainer: it must end with -m megagate.pretrain FLAGS"),
         (["run", "--", "torchrun", "-m", "megagate.pretrain"], "needs --save"),
         (["status", "nowhere"], "nowhere has no history of a supervised run"),
         (["run", "--backoff", "1"], "--backoff"),

@@ -51,7 +51,9 @@ def yarn_arguments(rope: Mapping[str, Any], positions: int) -> dict[str, Any]:
         full |= {"mscale": rope.get("mscale") or 1.0, "mscale_all_dim": 0.0}
     expected, given = attention_factor(full), rope.get("attention_factor")
     if given is not None and not math.isclose(given, expected, rel_tol=1e-6):
-        raise UserError(f"config.json has attention_factor {given}, but YaRN with these values has {expected}")
+        raise UserError(
+            f"config.json has attention_factor {given}, but YaRN with these values has {expected}: correct one"
+        )
     return {"position_embedding_type": "yarn"} | {name: full[key] for key, name in YARN.items()}
 
 

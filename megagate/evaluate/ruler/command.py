@@ -63,7 +63,7 @@ def tasks_of(
         try:
             sentences = sentences_of(haystack.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"cannot read --haystack {haystack}: {reason(error)}") from error
+            raise UserError(f"cannot read --haystack {haystack}: {reason(error)}; name a text file") from error
         if not any(sentences):
             raise UserError(f"--haystack {haystack} holds no text: give a file with sentences")
         tasks |= {name: partial(task, haystack=sentences) for name, task in ESSAY_NEEDLES.items()}
