@@ -29,6 +29,7 @@ from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, Indexe
 from megatron.core.dist_checkpointing import gpt_checkpoint_interop
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.serialization import load_common_state_dict
+from megatron.core.dist_checkpointing.strategies import async_utils, filesystem_async
 from megatron.core.inference.contexts.static_context import StaticInferenceContext
 from megatron.core.inference.sampling.torch_sampling import TorchSampling
 from megatron.core.models.backends import LocalSpecProvider
@@ -58,6 +59,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from megatron.core.utils import get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
 from megatron.training import arguments as megatron_arguments
+from megatron.training import async_utils as training_async
 from megatron.training import checkpointing, global_vars
 from megatron.training.argument_utils import hybrid_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.datasets import data_samplers
@@ -302,7 +304,21 @@ def test_pretrain_life_of_a_run() -> None:
     assert "save_checkpoint(" in source(training.save_checkpoint_and_time)
     saving = source(checkpointing.save_checkpoint)
     saved, moved = saving.index("dist_checkpointing.save("), saving.index("with maybe_msc.open(tracker_filename, 'w')")
-    assert saved < moved < saving.index("async_save_request.add_finalize_fn(iter_finalize_fn)")
+    finalized = saving.index("async_save_request.add_finalize_fn(iter_finalize_fn)")
+    assert saved < moved < finalized < saving.index("schedule_async_save(async_save_request)")
+
+
+def test_checkpoint_background() -> None:
+    """What megagate/checkpoint/background.py looks after is started by these names."""
+    caller = async_utils.PersistentAsyncCaller
+    assert "target=PersistentAsyncCaller.async_loop" in source(caller._get_process)
+    assert "PersistentAsyncCaller._persistent_process = None" in source(caller.close)
+    assert "init_persistent_async_worker(args.rank, 'forkserver')" in source(
+        megatron.training.initialize.initialize_megatron
+    )
+    assert source(filesystem_async.get_write_results_queue).count("_results_queue") >= 4
+    assert "get_write_results_queue()" in source(filesystem_async.FileSystemWriterAsync.prepare_write_data)
+    assert 'async_modules["get_write_results_queue"]' in source(training_async.init_persistent_async_worker)
 
 
 def test_pretrain_gate_checks() -> None:

@@ -52,7 +52,9 @@ def apply(until_end: ExitStack) -> None:
     """
     training: Any = importlib.import_module("megatron.training.training")
     checkpointing: Any = importlib.import_module("megatron.training.checkpointing")
-    put_around(until_end, training, "save_checkpoint", Saving)
+    saving = Saving(training.save_checkpoint)
+    put_around(until_end, training, "save_checkpoint", lambda original: saving)
+    put_around(until_end, checkpointing, "schedule_async_save", saving.ending)
     put_around(until_end, checkpointing.dist_checkpointing, "save", _looked_at)
 
 
@@ -63,13 +65,15 @@ class Saving:
         functools.update_wrapper(self, original)
         self.original = original
         self._cleaned: str | None = None
+        self._start = 0.0
+        self._step = 0
 
     def __call__(self, iteration: int, *positional: Any, **named: Any) -> Any:
         """Save a checkpoint."""
         from megatron.training import get_args
 
         args = get_args()
-        start = time.time()
+        self._start, self._step = time.time(), iteration
         if args.save is not None and args.rank == 0:
             save = Path(args.save)
             if self._cleaned != args.save:  # before the first save none can be in progress
@@ -79,7 +83,7 @@ class Saving:
             wait_for_room(save)
         result = self.original(iteration, *positional, **named)
         if args.save is not None and args.rank == 0:
-            seconds = time.time() - start
+            seconds = time.time() - self._start
             if args.async_save:
                 print(
                     f"megagate: training waited {seconds:.1f} s for the save of step {iteration} to begin", flush=True
@@ -88,6 +92,26 @@ class Saving:
                 print(f"megagate: saved step {iteration} in {seconds:.1f} s, in which training waited", flush=True)
                 _say("removed", keep.prune(Path(args.save), args.keep_last, args.keep_every))
         return result
+
+    def ending(self, original: Any) -> Any:
+        """Wrap schedule_async_save, which hands a complete request to what saves in the background."""
+
+        @functools.wraps(original)
+        def schedule(request: Any) -> None:
+            from megatron.training import get_args
+
+            args, start, step = get_args(), self._start, self._step
+
+            def end() -> None:
+                if args.save is not None and args.rank == 0:
+                    seconds = time.time() - start
+                    print(f"megagate: saved step {step} in {seconds:.1f} s, in the background", flush=True)
+                    _say("removed", keep.prune(Path(args.save), args.keep_last, args.keep_every))
+
+            request.add_finalize_fn(end)
+            original(request)
+
+        return schedule
 
 
 def _say(what: str, steps: list[int]) -> None:
@@ -117,21 +141,11 @@ def _looked_at(original: Any) -> Any:
 
     @functools.wraps(original)
     def save(state: Any, checkpoint: str, *positional: Any, **named: Any) -> Any:
-        start = time.time()
         request = original(state, checkpoint, *positional, **named)
         if request is None:
             look_at(Path(checkpoint))
-            return None
-
-        def finalize() -> None:
-            look_at(Path(checkpoint))
-            if _rank() == 0:
-                print(
-                    f"megagate: saved {Path(checkpoint).name} in {time.time() - start:.1f} s, in the background",
-                    flush=True,
-                )
-
-        request.add_finalize_fn(finalize)  # Megatron adds what moves the tracker after it
+        else:
+            request.add_finalize_fn(lambda: look_at(Path(checkpoint)))  # Megatron adds what moves the tracker after it
         return request
 
     return save

@@ -34,8 +34,6 @@ ARGUMENTS: dict[str, Any] = {
     "use_cpu_initialization": True,
     # Megatron asks for a GPU's compute capability; a recipe for GPUs may want it.
     "moe_grouped_gemm": False,
-    # The process that writes in the background looks for its GPU.
-    "async_save": False,
 }
 """Values that the trainer gives to Megatron's arguments on this platform (destination name -> value)."""
 
@@ -66,7 +64,7 @@ class Patch:
         if self.originals:
             return
         for (owner, attribute), replacement in self.replacements().items():
-            self.originals[owner, attribute] = getattr(owner, attribute)
+            self.originals[owner, attribute] = vars(owner).get(attribute, getattr(owner, attribute))
             setattr(owner, attribute, replacement)
 
     def remove(self) -> None:
@@ -453,6 +451,19 @@ def _data_loader_seed() -> dict[tuple[Any, str], Any]:
     return {(training, "build_pretraining_data_loader"): with_generator_of_its_own}
 
 
+def _preloaded(write_buckets: list[Any], non_blocking: bool = True) -> list[Any]:
+    """Return what is to be written, with copies of the tensors that training goes on to change."""
+    return [
+        (path, name, (values, [(item, tensor.clone() if tensor.is_shared() else tensor) for item, tensor in tensors]))
+        for path, name, (values, tensors) in write_buckets
+    ]
+
+
+def _preload() -> dict[tuple[Any, str], Any]:
+    writer = importlib.import_module("megatron.core.dist_checkpointing.strategies.filesystem_async")
+    return {(writer.FileSystemWriterAsync, "preload_tensors"): staticmethod(_preloaded)}
+
+
 RESUME_PATCHES = [
     Patch(
         "data_loader_seed",
@@ -460,8 +471,15 @@ RESUME_PATCHES = [
         "run would make that draw after its random state was restored.",
         _data_loader_seed,
     ),
+    Patch(
+        "preload",
+        "The process that saves in the background copies tensors from the GPU before training goes on; here they lie "
+        "in memory that it shares with the rank.",
+        _preload,
+    ),
 ]
-"""Training works without these, but a resumed run goes another way; tests/checkpoint/test_resume.py shows it."""
+"""Training works without these, but a resumed run goes another way; tests/checkpoint/test_resume.py and
+test_background.py show it."""
 
 _active = False
 

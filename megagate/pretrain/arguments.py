@@ -15,6 +15,7 @@ from megatron.training import arguments as megatron_arguments
 from megatron.training import global_vars
 from megatron.training.global_vars import get_tokenizer, set_global_variables
 
+from megagate.checkpoint import background
 from megagate.checkpoint.fit import check_fits
 from megagate.checkpoint.save import add_keep_arguments, check_keep
 from megagate.checkpoint.warm_start import choose_start
@@ -237,6 +238,7 @@ def _add_own_arguments(parser: argparse.ArgumentParser) -> None:
     add_gate_training_arguments(parser)
     add_telemetry_arguments(parser)
     add_keep_arguments(parser)
+    background.add_background_arguments(parser)
     add_spike_arguments(parser)
     types = parser._option_string_actions["--tokenizer-type"]
     types.choices = [*(types.choices or ()), BYTE_LEVEL]
@@ -281,6 +283,7 @@ def complete(args: argparse.Namespace) -> None:
     check_schedule(args)
     check_telemetry(args)
     check_keep(args)
+    background.choose(args)
     check_spikes(args)
     set_recompute(args, gate)
     set_pattern(args)

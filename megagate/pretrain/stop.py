@@ -105,10 +105,11 @@ class WorkerStart:
             signal.signal(number, signal.SIG_IGN)
         # SIGTERM from the rank is how Python ends its workers; from anyone else it is meant for the rank.
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-        threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+        threading.Thread(target=end_with_parent, args=(os.getppid(),), daemon=True).start()
 
 
-def _end_with_parent(parent: int) -> None:
+def end_with_parent(parent: int) -> None:
+    """End this process on SIGTERM from `parent`, which the calling process has blocked; from others it is ignored."""
     while True:
         if signal.sigwaitinfo({signal.SIGTERM}).si_pid == parent:
             os._exit(0)

@@ -10,7 +10,7 @@ from megatron.core.enums import ModelType
 from megatron.training import ft_integration, pretrain
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
-from megagate.checkpoint import save, torch_adam
+from megagate.checkpoint import background, save, torch_adam
 from megagate.gate.config import describe, gate_config_from_args
 from megagate.model.builder import model_config
 from megagate.pretrain import flops, gate_optimizer, sampler, spikes, stop, supervised
@@ -62,6 +62,7 @@ def train(args: argparse.Namespace) -> None:
         telemetry.apply(args, until_end)
         stop.apply(args, until_end)
         save.apply(until_end)
+        background.apply(args, until_end)
         spikes.apply(args, until_end)
         supervised.apply(args, until_end)
         ended_early = _pretrain(args)

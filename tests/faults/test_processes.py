@@ -17,9 +17,9 @@ pytestmark = [pytest.mark.full, pytest.mark.timeout(3600)]
 KILLS = int(os.environ.get("MEGAGATE_FAULT_KILLS", "30"))
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Iterator[LocalRun]:
-    local = LocalRun(tmp_path, steps=200, interval=10, flags=("--num-workers", "1"))
+@pytest.fixture(params=["--no-async-save", "--async-save"])
+def run(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[LocalRun]:
+    local = LocalRun(tmp_path, steps=200, interval=10, flags=("--num-workers", "1", request.param))
     yield local
     local.stop()
 
@@ -43,6 +43,30 @@ def saving(run: LocalRun) -> bool:
     tracker = run.save / "latest_checkpointed_iteration.txt"
     newest = max((int(path.name[5:]) for path in run.save.glob("iter_*")), default=0)
     return tracker.exists() and newest > int(tracker.read_text())
+
+
+def test_the_writer_in_the_background_is_killed(tmp_path: Path) -> None:
+    run = LocalRun(tmp_path, steps=60, interval=10, flags=("--async-save",))
+    try:
+        run.start()
+        run.wait_for_step(12)
+        ranks = {process.pid for process in run.ranks()}
+        (writer, *_) = [
+            child
+            for child in run.processes()
+            if "RANK" in child.environ()
+            and child.ppid() not in ranks | {child.pid}
+            and "forkserver" in " ".join(psutil.Process(child.ppid()).cmdline())
+        ]
+        writer.kill()
+        assert run.wait(600) == 0, run.log()
+        first, last = run.events("end")
+        assert (first["kind"], last["kind"]) == ("failed", "finished"), run.log()
+        assert "in the background died" in first["message"]
+        run.check_nothing_durable_was_lost()
+        run.check_equals_uninterrupted()
+    finally:
+        run.stop()
 
 
 def test_random_kills(run: LocalRun) -> None:

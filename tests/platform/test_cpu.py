@@ -73,7 +73,6 @@ GPU_FLAGS = {
     "moe_router_fusion": ["--moe-router-fusion"],
     "cross_entropy_loss_fusion": ["--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", "te"],
     "tp_comm_overlap": ["--tp-comm-overlap"],
-    "async_save": ["--async-save", "--use-persistent-ckpt-worker"],
 }
 
 
