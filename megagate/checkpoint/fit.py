@@ -99,6 +99,7 @@ def check_fits(args: argparse.Namespace, checkpoint: Path) -> None:
         _check_schedule(args, common, checkpoint)
     if not (starts_anew or args.skip_train):
         _check_data(args, saved, checkpoint)
+        args.spike_averages = getattr(saved, "spike_averages", None)  # of pretrain/spikes.py
     warm_start.prepare(args)
 
 

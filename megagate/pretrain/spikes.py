@@ -53,7 +53,7 @@ def add_spike_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--spike-patience", type=int, default=3, help="such steps in a row (default: 3)")
     group.add_argument(
-        "--spike-warmup", type=int, default=200, help="steps after a start without judgement (default: 200)"
+        "--spike-warmup", type=int, default=200, help="first steps of a run, without judgement (default: 200)"
     )
 
 
@@ -84,6 +84,10 @@ def read_skipped(save: str | None) -> list[tuple[int, int]]:
         raise UserError(f"{path} must be a list of [first, last] steps to skip: correct it ({error})") from error
 
 
+type Averages = tuple[int, float, float, float, float]
+"""Steps that went in, mean of the loss, half its mean squared change, mean of the gradient norm, last loss."""
+
+
 @dataclass(frozen=True)
 class Spike:
     """Steps at fault and what was seen there."""
@@ -94,13 +98,24 @@ class Spike:
 
 
 class Detector:
-    """Judges each step by its loss and gradient norm; equal numbers give equal judgements."""
+    """Judges each step by its loss and gradient norm; equal numbers give equal judgements.
 
-    def __init__(self, deviations: float, patience: int, warmup: int) -> None:
+    Args:
+        deviations: --spike-deviations.
+        patience: --spike-patience.
+        warmup: --spike-warmup.
+        averages: of an earlier detector, to go on with.
+    """
+
+    def __init__(self, deviations: float, patience: int, warmup: int, averages: Averages | None = None) -> None:
         self.deviations, self.patience, self.warmup = deviations, patience, warmup
-        self._seen = 0
-        self._loss = self._variance = self._norm = self._last = 0.0
+        self._seen, self._loss, self._variance, self._norm, self._last = averages or (0, 0.0, 0.0, 0.0, 0.0)
         self._run: list[str] = []
+
+    @property
+    def averages(self) -> Averages:
+        """What it compares the next step with."""
+        return self._seen, self._loss, self._variance, self._norm, self._last
 
     def judge(self, step: int, loss: float, norm: float) -> Spike | None:
         """Take a step's loss and gradient norm, and return the spike that it completes, if any."""
@@ -147,7 +162,9 @@ def apply(args: argparse.Namespace, until_end: ExitStack) -> None:
 
 
 def _judged(args: argparse.Namespace, original: Any) -> Any:
-    detector = Detector(args.spike_deviations, args.spike_patience, args.spike_warmup)
+    # A checkpoint holds the arguments, and so the averages.
+    args.spike_averages = getattr(args, "spike_averages", None)
+    detector = Detector(args.spike_deviations, args.spike_patience, args.spike_warmup, args.spike_averages)
 
     @functools.wraps(original)
     def judged(*positional: Any, iteration: int, **named: Any) -> Any:
@@ -163,6 +180,7 @@ def _judged(args: argparse.Namespace, original: Any) -> Any:
                 should_save, status = False, EXIT_SPIKE
         else:
             spike = detector.judge(step, *_common(losses, norm))
+            args.spike_averages = detector.averages
             if spike is not None and args.rank == 0:
                 print(f"megagate: spike at steps {spike.first}-{spike.last}: {spike.message}", flush=True)
             if spike is not None and goes_back:

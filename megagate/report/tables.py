@@ -22,7 +22,8 @@ NOTHING = "-"
 
 BOOKKEEPING = frozenset(
     "rank local_rank iteration curr_iteration consumed_train_samples consumed_valid_samples skipped_train_samples "
-    "num_floating_point_operations_so_far data_record data_record_is_common do_train do_valid do_test".split()
+    "num_floating_point_operations_so_far data_record data_record_is_common spike_averages do_train "
+    "do_valid do_test".split()
 )
 """Where a run stands, kept by Megatron among its arguments."""
 OUTPUTS = frozenset("save load ckpt_step tensorboard_dir data_cache_path wandb_exp_name wandb_save_dir".split())

@@ -61,6 +61,36 @@ def test_a_jump_of_the_gradient_norm() -> None:
     assert "times its average" in spike.message
 
 
+def test_going_on_with_averages() -> None:
+    """A detector that another goes on from finds what one alone does, and at once."""
+    values = curve()
+    values[202:206] = [(loss + 3, norm) for loss, norm in values[202:206]]
+    first = Detector(6.0, 3, 100)
+    assert not any(first.judge(step, *values[step - 1]) for step in range(1, 201))
+    second = Detector(6.0, 3, 100, first.averages)
+    judged = [second.judge(step, *values[step - 1]) for step in range(201, 401)]
+    assert [spike for spike in judged if spike] == found(values) != []
+
+
+def averages_after(argv: list[str]) -> tuple:
+    """Train in a rank, and return the averages at the end."""
+    from megatron.training import get_args
+
+    train(argv)
+    return get_args().spike_averages
+
+
+def test_averages_are_in_the_checkpoint(tmp_path: Path) -> None:
+    argv = [*TINY, *"--train-iters 4 --save-interval 2 --allow-fresh-start".split()]
+    argv += ["--save", str(tmp_path), "--load", str(tmp_path)]
+    run_distributed(averages_after, 2, [*argv, "--exit-interval", "2"], timeout=100)
+    resumed = run_distributed(averages_after, 2, argv, timeout=100)
+    argv[-3] = argv[-1] = str(tmp_path / "uninterrupted")
+    uninterrupted = run_distributed(averages_after, 2, argv, timeout=100)
+    assert resumed == uninterrupted
+    assert resumed[0] == resumed[1] and resumed[0][0] == 4
+
+
 def test_nan_needs_no_patience_and_no_warmup() -> None:
     for step, bad in ((0, math.nan), (300, math.inf)):
         values = curve()
