@@ -82,19 +82,19 @@ class LocalRun:
 
     def wait_for_step(self, step: int) -> None:
         """Wait until a step is done, by whichever attempt."""
-        wait_for(lambda: self.step() >= step or self.process.poll() is not None, START, f"step {step}\n{self.log()}")
+        wait_for(lambda: self.step() >= step or self.process.poll() is not None, START, f"step {step}", self.log)
         assert self.process.poll() is None, self.log()
 
     def wait_for_attempt(self, number: int) -> None:
         """Wait until so many attempts have begun, and the last of them has done a step."""
-        wait_for(lambda: len(self.events("attempt")) >= number, START, f"attempt {number}\n{self.log()}")
+        wait_for(lambda: len(self.events("attempt")) >= number, START, f"attempt {number}", self.log)
         time.sleep(0.5)
 
         def stepped() -> bool:
             progress = read_progress(self.save / FOLDER)
             return progress is not None and progress.step > progress.started_at
 
-        wait_for(stepped, START, f"a step of attempt {number}\n{self.log()}")
+        wait_for(stepped, START, f"a step of attempt {number}", self.log)
 
     def events(self, kind: str) -> list[dict[str, Any]]:
         """Return the events of a kind from the history."""

@@ -74,16 +74,16 @@ def test_random_kills(run: LocalRun) -> None:
     generator = random.Random(1)
     run.start("--back-off 0 --same-step 1000 --without-progress 1000")
     for number in range(1, KILLS + 1):
-        wait_for(lambda number=number: len(run.events("attempt")) >= number, 240, run.log())
-        wait_for(lambda: len(run.ranks()) == 2 or run.process.poll() is not None, 240, run.log())
+        wait_for(lambda number=number: len(run.events("attempt")) >= number, 240, "an attempt", run.log)
+        wait_for(lambda: len(run.ranks()) == 2 or run.process.poll() is not None, 240, "two ranks", run.log)
         if generator.random() < 0.7:  # else while it starts
             run.wait_for_attempt(number)
         time.sleep(generator.uniform(0, 4))
         if run.process.poll() is not None:
             break
-        wait_for(run.ranks, 240, run.log())
+        wait_for(run.ranks, 240, "a rank", run.log)
         generator.choice(run.ranks()).kill()
-        wait_for(lambda number=number: len(run.events("end")) >= number, 240, run.log())
+        wait_for(lambda number=number: len(run.events("end")) >= number, 240, "the end of an attempt", run.log)
     assert run.wait(1200) == 0, run.log()
     run.check_nothing_durable_was_lost()
     run.check_equals_uninterrupted()

@@ -69,7 +69,8 @@ def test_a_full_disk_during_a_save(small_disk: Path, tmp_path: Path) -> None:
         wait_for(
             lambda: "waiting for room" in run.log() or any(end["kind"] == "failed" for end in run.events("end")),
             240,
-            f"the full disk is noticed\n{run.log()}",
+            "the full disk is noticed",
+            run.log,
         )
         good = keep.tracked(run.save)
         assert good is not None and next(keep.complete_steps(run.save)) == good

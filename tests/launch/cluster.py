@@ -67,11 +67,11 @@ def free_ports(count: int) -> int:
     raise RuntimeError("no free ports")
 
 
-def wait_for(condition: Callable[[], object], seconds: float, what: str) -> None:
-    """Wait until `condition` holds; fail with `what` after `seconds`."""
+def wait_for(condition: Callable[[], object], seconds: float, what: str, log: Callable[[], str] = str) -> None:
+    """Wait until `condition` holds; fail with `what`, and the log as it then is, after `seconds`."""
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, f"not after {seconds} s: {what}"
+        assert time.monotonic() < deadline, f"not after {seconds} s: {what}\n{log()}"
         time.sleep(0.2)
 
 

@@ -74,11 +74,18 @@ class Run:
 
     def wait_for_step(self, step: int) -> None:
         """Wait until a step is done."""
-        wait_for(lambda: self.step() >= step, END, f"step {step}\n{self.log()}")
+        wait_for(lambda: self.step() >= step, END, f"step {step}", self.log)
 
     def wait_for_state(self, job: str, *states: str, seconds: float = END) -> None:
-        """Wait until the job is in one of the states."""
-        wait_for(lambda: self.cluster.job(job)["JobState"] in states, seconds, f"{states}\n{self.log()}")
+        """Wait until the job is in one of the states; fail where it ends in another."""
+        ended = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
+
+        def arrived() -> bool:
+            state = self.cluster.job(job)["JobState"]
+            assert state in states or state not in ended, f"{state}\n{self.log()}"
+            return state in states
+
+        wait_for(arrived, seconds, f"{states}", self.log)
 
     def log(self) -> str:
         """Return the main log."""

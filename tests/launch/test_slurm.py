@@ -22,7 +22,7 @@ def test_a_warning_before_the_time_limit(cluster: Cluster, tmp_path: Path) -> No
     assert cluster.job(second)["Reason"] == "Dependency"
     cluster.run("scancel", second)
     cluster.run("scancel", "--signal=USR1", "--batch", job)  # as --signal=B:USR1 does
-    wait_for(lambda: cluster.job(job)["Restarts"] == "1", 60, f"requeue\n{run.log()}")
+    wait_for(lambda: cluster.job(job)["Restarts"] == "1", 60, "requeue", run.log)
     run.wait_for_state(job, "COMPLETED")
     first, last = run.ends()
     assert (first["kind"], first["decision"], first["signal"]) == ("stopped", "requeue", "SIGUSR1"), run.log()
@@ -45,7 +45,7 @@ def test_srun_without_torchrun(cluster: Cluster, tmp_path: Path) -> None:
 def test_the_time_limit_itself(cluster: Cluster, tmp_path: Path) -> None:
     run = Run(cluster, tmp_path / "run", steps=1500, name="limited")
     job = run.submit("--time", "00:02:00", "--warn", "50")
-    wait_for(lambda: cluster.job(job)["JobState"] == "COMPLETED", 1200, run.log())
+    run.wait_for_state(job, "COMPLETED", seconds=1200)
     ends = run.ends()
     assert len(ends) > 1 and {end["kind"] for end in ends[:-1]} == {"stopped"}, run.log()
     assert sum(end["steps_lost"] for end in ends) == 0
@@ -66,7 +66,7 @@ def test_a_killed_rank(cluster: Cluster, tmp_path: Path) -> None:
     job = run.submit(interval=10)
     run.wait_for_step(15)
     kill_a_rank(cluster, "n2")
-    wait_for(lambda: len(run.ends()) == 1, 100, run.log())
+    wait_for(lambda: len(run.ends()) == 1, 100, "the end of an attempt", run.log)
     run.wait_for_state(job, "COMPLETED", seconds=300)
     first, last = run.ends()
     assert (first["kind"], first["rank"], first["host"], first["decision"]) == ("killed", 1, "n2", "restart"), run.log()
@@ -82,7 +82,7 @@ def test_a_node_that_goes_away(cluster: Cluster, tmp_path: Path) -> None:
     job = run.submit(interval=10)
     run.wait_for_step(15)
     cluster.kill_node("n2")
-    wait_for(lambda: cluster.job(job)["Restarts"] == "1", 120, f"requeue\n{run.log()}")
+    wait_for(lambda: cluster.job(job)["Restarts"] == "1", 120, "requeue", run.log)
     run.wait_for_state(job, "COMPLETED", seconds=300)
     assert cluster.job(job)["NodeList"] == "n[1,3]"
     ends = run.ends()
@@ -101,7 +101,7 @@ def test_scancel(cluster: Cluster, tmp_path: Path) -> None:
     job = run.submit()
     run.wait_for_step(4)
     cluster.run("scancel", job)
-    wait_for(lambda: cluster.run("squeue", "-h", "-j", job, check=False) == "", 100, run.log())
+    wait_for(lambda: cluster.run("squeue", "-h", "-j", job, check=False) == "", 100, "the job is gone", run.log)
     assert cluster.job(job)["JobState"] == "CANCELLED"
     again = run.submit()
     run.wait_for_state(again, "COMPLETED", seconds=300)
@@ -123,7 +123,7 @@ def test_an_unfit_node(cluster: Cluster, tmp_path: Path) -> None:
     python.chmod(0o755)
     run = Run(cluster, tmp_path / "run", steps=10, name="unfit")
     job = run.submit("--python", str(python), "--nodes", "3", checks=True)
-    wait_for(lambda: cluster.job(job).get("ExcNodeList") == "n2", 400, f"n2 is left out\n{run.log()}")
+    wait_for(lambda: cluster.job(job).get("ExcNodeList") == "n2", 400, "n2 is left out", run.log)
     (end,) = run.ends()
     assert (end["kind"], end["host"], end["exclude"]) == ("preflight", "n2", ["n2"])
     assert "megatron-core is 9.9.9, on 2 of 3 nodes" in end["message"]
