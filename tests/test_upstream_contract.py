@@ -36,6 +36,7 @@ from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_submodules
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
 from megatron.core.models.hybrid import hybrid_layer_specs
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
@@ -44,6 +45,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.emerging_optimizers import TensorParallelAdaptiveMuon, TensorParallelMuon
 from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
+from megatron.core.pipeline_parallel import combined_1f1b
 from megatron.core.ssm import gated_delta_net
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
@@ -65,6 +67,7 @@ from megatron.training.argument_utils import hybrid_config_from_args, pretrain_c
 from megatron.training.datasets import data_samplers
 from megatron.training.datasets.fim_dataset import GPTFIMDataset
 from megatron.training.models import HybridModelConfig
+from megatron.training.models.gpt import GPTModelBuilder
 from megatron.training.theoretical_memory_usage import report_theoretical_memory
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 from torch.utils.tensorboard.writer import FileWriter as SummaryFileWriter
@@ -306,6 +309,17 @@ def test_pretrain_life_of_a_run() -> None:
     saved, moved = saving.index("dist_checkpointing.save("), saving.index("with maybe_msc.open(tracker_filename, 'w')")
     finalized = saving.index("async_save_request.add_finalize_fn(iter_finalize_fn)")
     assert saved < moved < finalized < saving.index("schedule_async_save(async_save_request)")
+
+
+def test_model_gpt() -> None:
+    """megagate/model/gpt.py makes the spec of a stage; pretrain/batch.py makes its plan for the overlapped schedule."""
+    assert "transformer_layer_spec(self._model_config, vp_stage=vp_stage)" in source(GPTModelBuilder.build_model)
+    assert "return_schedule_plan=True" in source(combined_1f1b.combined_forward_backward_step)
+    assert list(inspect.signature(GPTModel.build_schedule_plan).parameters)[1:4] == [
+        "input_ids",
+        "position_ids",
+        "attention_mask",
+    ]
 
 
 def test_checkpoint_background() -> None:

@@ -36,6 +36,7 @@ from megagate.data.tokenizer import quiet
 from megagate.errors import UserError
 from megagate.evaluate.extension import Extension, add_extension_arguments
 from megagate.evaluate.load import find_checkpoint
+from megagate.model.pattern import GPT, is_gpt
 from megagate.progress import ByteProgress
 
 RECIPE = "recipe.yaml"
@@ -201,6 +202,11 @@ def export_checkpoint(
     """
     checkpoint = find_checkpoint(checkpoint_directory, step)
     args = checkpoint_arguments(checkpoint)
+    if is_gpt(args):
+        raise UserError(
+            f"{checkpoint} is of --model-impl {GPT}: go on from it for a step without that flag, and export the "
+            "checkpoint that this saves"
+        )
     if getattr(args, "hybrid_layer_pattern", None) is None:
         raise UserError(f"{checkpoint} does not hold a hybrid model: it was not written by megagate.pretrain")
     with quiet():

@@ -14,7 +14,15 @@ from megagate.checkpoint.load import RELEASE, common_state
 from megagate.checkpoint.names import translate_on_load
 from megagate.errors import UserError
 from megagate.gate.config import describe, gate_config_from_args
-from megagate.model.pattern import BOUNDARY, DELTA_NET, derive_pattern, expert_blocks, linear_attention_blocks
+from megagate.model.pattern import (
+    BOUNDARY,
+    DELTA_NET,
+    GPT,
+    derive_pattern,
+    expert_blocks,
+    is_gpt,
+    linear_attention_blocks,
+)
 from megagate.pretrain import data_record
 
 MODEL_ARGUMENTS = (
@@ -116,6 +124,10 @@ def _check_model(
         if saved_gate.is_baseline:
             mend += ", or add --gate-warm-start to give the model a new gate"
         raise _differs(checkpoint, f"the gate {describe(saved_gate)}", describe(gate), mend)
+    if is_gpt(args) and _pattern(saved) is not None:
+        raise _differs(
+            checkpoint, "the hybrid model", f"--model-impl {GPT}", "leave that out; the other way round works"
+        )
     layers = _layers(saved), _layers(args)
     if layers[0] is not None and layers[0] != layers[1]:
         raise _differs(checkpoint, f"the layers {layers[0]}", str(layers[1]), "use the same")
@@ -208,7 +220,7 @@ def _check_optimizer(args: argparse.Namespace, common: dict[str, Any], checkpoin
             f"expert parallelism: {afresh}"
         )
     sharding = (common.get("content_metadata") or {}).get("distrib_optim_sharding_type")
-    if sharding == "dp_reshardable" and _pattern(saved) is None:
+    if sharding == "dp_reshardable" and _pattern(saved) is None and not is_gpt(args):
         raise UserError(
             f"{checkpoint} is of Megatron's GPTModel, with the optimizer's state as it lay in memory, where it lies "
             f"otherwise here: {afresh}, or write it with --dist-ckpt-optim-fully-reshardable"

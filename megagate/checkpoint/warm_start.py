@@ -31,7 +31,7 @@ from megagate.checkpoint.load import TRACKER, checkpoint_arguments, choose_check
 from megagate.errors import UserError
 from megagate.gate.config import GateInput, describe, gate_config_from_args
 from megagate.gate.layout import QKVLayout, layout_from_args
-from megagate.model.pattern import ATTENTION
+from megagate.model.pattern import ATTENTION, layer_pattern
 
 LINEAR_QKV = re.compile(r"\.self_attention\.linear_qkv\.(weight|bias)$")
 GATE_PARAMETER = re.compile(r"\.self_attention\.(gate_constant|sdpa_norm_weight|linear_gate\.\w+)$")
@@ -117,7 +117,7 @@ def prepare(args: argparse.Namespace) -> None:
 def _announce(args: argparse.Namespace, layout: QKVLayout) -> None:
     """Say what is new, and what to expect of it."""
     gate, heads, groups = layout.gate, layout.num_attention_heads, layout.num_query_groups
-    layers = args.hybrid_layer_pattern.count(ATTENTION)
+    layers = layer_pattern(args).count(ATTENTION)
     each = gate.added_parameters(args.hidden_size, heads, groups, layout.kv_channels)
     place = f"{layout.gate_rows * groups} rows of linear_qkv" if layout.gate_rows else f"{each} of its own"
     if gate.input == GateInput.CONSTANT:

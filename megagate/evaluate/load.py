@@ -26,6 +26,7 @@ from megagate.data.tokenizer import add_tokenizer_arguments, build_tokenizer, qu
 from megagate.errors import UserError
 from megagate.evaluate.extension import Extension
 from megagate.evaluate.layout import Layout
+from megagate.model.pattern import as_hybrid
 from megagate.platform import cpu, on_cpu
 
 ONE_PROCESS: dict[str, Any] = {
@@ -117,7 +118,7 @@ def one_process_arguments(checkpoint: Path) -> argparse.Namespace:
     Raises:
         UserError: the checkpoint holds no arguments, or was not written by megagate.
     """
-    saved = checkpoint_arguments(checkpoint)
+    saved = as_hybrid(checkpoint_arguments(checkpoint))
     if getattr(saved, "hybrid_layer_pattern", None) is None:
         raise UserError(f"{checkpoint} does not hold a hybrid model: it was not written by megagate.pretrain")
     with quiet():

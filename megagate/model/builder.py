@@ -8,11 +8,13 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.argument_utils import core_transformer_config_from_args, hybrid_config_from_args
-from megatron.training.models import HybridModelConfig
+from megatron.training.models import GPTModelConfig, HybridModelConfig
 
 from megagate.gate.config import GateConfig, gate_config_from_args
 from megagate.model.gate_parameters import initialize_gates
+from megagate.model.gpt import gpt_config
 from megagate.model.initialization import initialize_by_name
+from megagate.model.pattern import is_gpt
 from megagate.model.specs import hybrid_stack_spec
 
 
@@ -66,16 +68,21 @@ def size_expert_metrics(model: list[MegatronModule]) -> list[MegatronModule]:
     return model
 
 
-def model_config(args: argparse.Namespace) -> HybridModelConfig:
-    """Return the configuration that Megatron's HybridModelBuilder builds the model from.
+def model_config(args: argparse.Namespace) -> HybridModelConfig | GPTModelConfig:
+    """Return the configuration that Megatron's builder of `--model-impl` builds the model from.
 
     Args:
-        args: validated arguments; `hybrid_layer_pattern` is set.
+        args: validated arguments; for a hybrid model `hybrid_layer_pattern` is set.
     """
     gate = gate_config_from_args(args)
     config = transformer_config(args, gate)
-    model = hybrid_config_from_args(args, config)
-    model.hybrid_stack_spec = hybrid_stack_spec(config, gate, recompute_gate=args.recompute_gate)
+    stack = hybrid_stack_spec(config, gate, recompute_gate=args.recompute_gate)
+    model: HybridModelConfig | GPTModelConfig
+    if is_gpt(args):
+        model = gpt_config(args, config, stack)
+    else:
+        model = hybrid_config_from_args(args, config)
+        model.hybrid_stack_spec = stack
     model.pre_wrap_hooks.append(separate_expert_parameters)
     if args.num_experts:
         model.pre_wrap_hooks.append(size_expert_metrics)

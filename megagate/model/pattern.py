@@ -6,6 +6,8 @@ and, with Megatron's own `--moe-layer-freq` and `--linear-attention-freq`, say w
 have linear attention; this module writes the pattern.
 """
 
+import argparse
+import copy
 from collections.abc import Sequence
 
 from megagate.errors import UserError
@@ -13,6 +15,8 @@ from megagate.errors import UserError
 ATTENTION, DELTA_NET, EXPERTS, DENSE, BOUNDARY = "*", "G", "E", "-", "|"
 KNOWN_SYMBOLS = frozenset((ATTENTION, DELTA_NET, EXPERTS, DENSE, BOUNDARY))
 PATTERN_FLAG = "--hybrid-layer-pattern"
+HYBRID, GPT = "hybrid", "gpt"
+"""Megatron's models, as `--model-impl` names them."""
 
 
 def expert_blocks(num_blocks: int, moe_layer_freq: int | Sequence[int], num_experts: int | None) -> list[bool]:
@@ -107,6 +111,50 @@ def derive_pattern(has_experts: Sequence[bool], is_linear: Sequence[bool], sizes
         stages.append("".join(blocks[start : start + size]))
         start += size
     return BOUNDARY.join(stages)
+
+
+def is_gpt(args: argparse.Namespace) -> bool:
+    """Whether the model of a run, or of a checkpoint's run, is a GPTModel, whose layers are whole blocks."""
+    return getattr(args, "model_impl", HYBRID) == GPT
+
+
+def layer_pattern(args: argparse.Namespace) -> str:
+    """Return the pattern of a run's model, with its stages, also where the model is a GPTModel."""
+    pattern: str = args.gpt_layer_pattern if is_gpt(args) else args.hybrid_layer_pattern
+    return pattern
+
+
+def as_hybrid(args: argparse.Namespace) -> argparse.Namespace:
+    """Return the arguments of the hybrid model that computes the same as the run's GPTModel."""
+    if not is_gpt(args):
+        return args
+    hybrid = copy.copy(args)
+    hybrid.model_impl = HYBRID
+    restate_in_layers(hybrid, args.gpt_layer_pattern)
+    return hybrid
+
+
+def restate_in_layers(args: argparse.Namespace, pattern: str) -> None:
+    """Say in hybrid layers what arguments say in blocks.
+
+    Args:
+        args: changed: `num_layers` and what is set for each of them; what says how pipeline stages divide the blocks
+            is unset, since the pattern's boundaries say it.
+        pattern: of the blocks.
+    """
+    blocks = args.num_layers
+    args.hybrid_layer_pattern = pattern
+    args.num_layers = len(pattern.replace(BOUNDARY, ""))
+    args.moe_layer_freq = 1
+    args.num_layers_per_virtual_pipeline_stage = args.num_virtual_stages_per_pipeline_rank = None
+    args.decoder_first_pipeline_num_layers = args.decoder_last_pipeline_num_layers = None
+    # Megatron reads both lists by hybrid layer: an attention layer has its block's value, and so has its FFN layer.
+    for name, last_of_period in (("window_attn_skip_freq", 0), ("no_rope_freq", 1)):
+        setting = getattr(args, name)
+        if isinstance(setting, int):
+            setting = [last_of_period if (block + 1) % setting == 0 else 1 - last_of_period for block in range(blocks)]
+        if setting:
+            setattr(args, name, [value for value in setting for _ in range(2)])
 
 
 def block_of_each_layer(layers: str) -> list[int]:

@@ -70,11 +70,12 @@ def _arguments(options: argparse.Namespace, rest: list[str]) -> argparse.Namespa
     if options.gpus < 1:
         raise UserError(f"--gpus must be at least 1, not {options.gpus}")
     with _quietly():
+        from megagate.model.pattern import as_hybrid
         from megagate.plan.dry_run import arguments_for, forget
 
         args, _ = arguments_for(["--recipe", options.recipe, *rest], options.gpus)
         forget()
-    return args
+    return as_hybrid(args)
 
 
 def _quietly() -> Any:

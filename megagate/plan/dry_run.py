@@ -21,6 +21,7 @@ import torch
 import megagate.platform  # noqa: F401  # before Megatron
 from megagate.errors import UserError, reason
 from megagate.evaluate.load import take_down
+from megagate.model.pattern import as_hybrid
 from megagate.plan.gpus import GIB
 from megagate.plan.layout import layout_of
 from megagate.plan.memory import rank_memory
@@ -163,7 +164,7 @@ def describe(rank: Rank) -> Iterator[str]:
     """Yield lines on the layout of the run and on what the rank holds."""
     from megatron.core import parallel_state as groups
 
-    args = rank.args
+    args = as_hybrid(rank.args)
     places = {
         "tensor": (groups.get_tensor_model_parallel_rank(), args.tensor_model_parallel_size),
         "pipeline": (groups.get_pipeline_model_parallel_rank(), args.pipeline_model_parallel_size),

@@ -190,6 +190,7 @@ def _streams() -> dict[tuple[Any, str], Any]:
         (torch.cuda, "set_stream"): lambda stream: None,
         (torch.cuda, "stream"): lambda stream: contextlib.nullcontext(),
         (torch.cuda, "synchronize"): lambda device=None: None,
+        (torch.Tensor, "record_stream"): lambda tensor, stream: None,
     }
 
 

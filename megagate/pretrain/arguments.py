@@ -35,10 +35,15 @@ from megagate.model.builder import model_config
 from megagate.model.pattern import (
     BOUNDARY,
     DELTA_NET,
+    GPT,
+    HYBRID,
     check_pattern,
     derive_pattern,
     expert_blocks,
+    is_gpt,
+    layer_pattern,
     linear_attention_blocks,
+    restate_in_layers,
     stage_sizes,
 )
 from megagate.platform import cpu, on_cpu
@@ -210,6 +215,13 @@ def _add_own_arguments(parser: argparse.ArgumentParser) -> None:
         "so that some samples may come again and others never",
     )
     group.add_argument(
+        "--model-impl",
+        choices=(HYBRID, GPT),
+        default=HYBRID,
+        help="which of Megatron's models holds the layers: HybridModel (default), or GPTModel, which alone has "
+        "--overlap-moe-expert-parallel-comm; training computes the same",
+    )
+    group.add_argument(
         "--gate-warm-start",
         action="store_true",
         help="give an ungated model, whose checkpoint --pretrained-checkpoint or --load names, a new gate; once --load "
@@ -365,6 +377,10 @@ def set_pattern(args: argparse.Namespace) -> None:
         raise UserError(
             f"--linear-attention-freq has no effect without --experimental-attention-variant {LINEAR_ATTENTION}: add it"
         )
+    if is_gpt(args):
+        _check_gpt(args)
+    elif args.overlap_moe_expert_parallel_comm:
+        raise UserError(f"--overlap-moe-expert-parallel-comm is there for GPTModel only: add --model-impl {GPT}")
     if args.hybrid_layer_pattern is None:
         if variant is not None and args.linear_attention_freq is None:
             raise UserError(
@@ -379,16 +395,23 @@ def set_pattern(args: argparse.Namespace) -> None:
                 f"--experimental-attention-variant is {variant}, but --hybrid-layer-pattern "
                 f"{args.hybrid_layer_pattern!r} has no such layer ({DELTA_NET})"
             )
-    is_linear = [int(layer == DELTA_NET) for layer in args.hybrid_layer_pattern.replace(BOUNDARY, "")]
+    is_linear = [int(layer == DELTA_NET) for layer in layer_pattern(args).replace(BOUNDARY, "")]
     args.experimental_attention_variant = LINEAR_ATTENTION if any(is_linear) else None
     args.linear_attention_freq = is_linear if any(is_linear) else None
+
+
+def _check_gpt(args: argparse.Namespace) -> None:
+    """Raise UserError for what a GPTModel of whole blocks does not have."""
+    for name in ("hybrid_layer_pattern", "experimental_attention_variant", "linear_attention_freq"):
+        if getattr(args, name) is not None:
+            raise UserError(f"--{name.replace('_', '-')} needs the hybrid model: leave out --model-impl {GPT}")
 
 
 def _derive_pattern(args: argparse.Namespace) -> None:
     """Derive the hybrid layer pattern from blocks, and restate per-block settings.
 
-    Afterwards `num_layers` counts hybrid layers, as Megatron needs, and the flags that describe pipeline stages in
-    blocks are unset, since the pattern's boundaries say it.
+    Afterwards `num_layers` of a hybrid model counts hybrid layers, as Megatron needs, and the flags that describe
+    pipeline stages in blocks are unset, since the pattern's boundaries say it.
     """
     blocks, pipeline = args.num_layers, args.pipeline_model_parallel_size
     if blocks is None:
@@ -413,18 +436,11 @@ def _derive_pattern(args: argparse.Namespace) -> None:
     )
     has_experts = expert_blocks(blocks, args.moe_layer_freq, args.num_experts)
     is_linear = linear_attention_blocks(blocks, args.linear_attention_freq)
-    args.hybrid_layer_pattern = derive_pattern(has_experts, is_linear, sizes)
-    args.num_layers = len(args.hybrid_layer_pattern.replace(BOUNDARY, ""))
-    args.moe_layer_freq = 1
-    args.num_layers_per_virtual_pipeline_stage = args.num_virtual_stages_per_pipeline_rank = None
-    args.decoder_first_pipeline_num_layers = args.decoder_last_pipeline_num_layers = None
-    # Megatron reads both lists by hybrid layer: an attention layer has its block's value, and so has its FFN layer.
-    for name, last_of_period in (("window_attn_skip_freq", 0), ("no_rope_freq", 1)):
-        setting = getattr(args, name)
-        if isinstance(setting, int):
-            setting = [last_of_period if (block + 1) % setting == 0 else 1 - last_of_period for block in range(blocks)]
-        if setting:
-            setattr(args, name, [value for value in setting for _ in range(2)])
+    pattern = derive_pattern(has_experts, is_linear, sizes)
+    if is_gpt(args):
+        args.gpt_layer_pattern = pattern
+    else:
+        restate_in_layers(args, pattern)
 
 
 def check_data(args: argparse.Namespace) -> None:

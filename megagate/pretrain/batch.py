@@ -97,17 +97,25 @@ def loss_function(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, di
     return total, count.to(torch.int), {"lm loss": report}
 
 
-def forward_step(data_iterator: Iterator[dict[str, Tensor]] | None, model: torch.nn.Module) -> tuple[Tensor, Any]:
+def forward_step(
+    data_iterator: Iterator[dict[str, Tensor]] | None, model: Any, return_schedule_plan: bool = False
+) -> tuple[Any, Any]:
     """Run the model on one micro batch.
 
+    Args:
+        data_iterator: of micro batches, on ranks that read.
+        model: a chunk, wrapped or not.
+        return_schedule_plan: return what Megatron runs beside the pass of another micro batch instead of running it.
+
     Returns:
-        The model's output (per-token losses [b, s] on the last stage, hidden states before it) and the function that
-        turns it into a loss.
+        The model's output (per-token losses [b, s] on the last stage, hidden states before it), or the plan that has
+        it, and the function that turns it into a loss.
     """
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
     batch = get_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
     timers("batch-generator").stop()
     loss_mask = cast(Tensor, batch["loss_mask"])  # None only where the schedule does not call the loss
-    losses = model(batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"])
-    return losses, partial(loss_function, loss_mask)
+    run = get_attr_wrapped_model(model, "build_schedule_plan") if return_schedule_plan else model
+    output = run(batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"])
+    return output, partial(loss_function, loss_mask)

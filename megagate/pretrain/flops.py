@@ -1,7 +1,8 @@
 """The gate's share of the floating-point operations that Megatron logs as throughput and progress.
 
-Megatron's formula for hybrid models knows attention without a gate only. Like it, this counts matrix multiplications
-and nothing else: two operations for a multiplication with its addition, three times for forward and backward.
+Megatron's formula for hybrid models knows attention without a gate only, that for a GPTModel Megatron's own gate.
+Like them, this counts matrix multiplications and nothing else: two operations for a multiplication with its addition,
+three times for forward and backward.
 """
 
 import argparse
@@ -12,6 +13,7 @@ from megatron.training import training
 
 from megagate.gate.config import GatePosition, gate_config_from_args
 from megagate.gate.layout import query_groups
+from megagate.model.pattern import is_gpt, layer_pattern
 
 _original = training.num_floating_point_operations
 
@@ -29,8 +31,10 @@ def gate_floating_point_operations(args: argparse.Namespace, tokens: float) -> f
     gate = gate_config_from_args(args)
     if not gate.is_fused and gate.position != GatePosition.OUTPUT:
         return 0
+    if is_gpt(args) and args.attention_output_gate:
+        return 0  # Megatron's formula for a GPTModel knows its own gate
     weights = gate.added_parameters(args.hidden_size, args.num_attention_heads, query_groups(args), args.kv_channels)
-    layers = get_hybrid_layer_counts(args.hybrid_layer_pattern)[Symbols.ATTENTION]
+    layers = get_hybrid_layer_counts(layer_pattern(args))[Symbols.ATTENTION]
     return 3 * 2 * tokens * weights * layers
 
 

@@ -15,7 +15,7 @@ from megagate.gate.config import (
     describe,
 )
 from megagate.gate.layout import query_groups
-from megagate.model.pattern import ATTENTION
+from megagate.model.pattern import ATTENTION, layer_pattern
 
 EMERGING = ("muon", "dist_muon", "adaptive_muon", "lion", "soap")
 """The values of --optimizer that come from the package emerging-optimizers."""
@@ -79,9 +79,9 @@ def check_gate(args: argparse.Namespace, gate: GateConfig) -> None:
 
 
 def _check_attention(args: argparse.Namespace, gate: GateConfig) -> None:
-    if ATTENTION not in args.hybrid_layer_pattern and not gate.is_baseline:
+    if ATTENTION not in layer_pattern(args) and not gate.is_baseline:
         raise UserError(
-            f"--hybrid-layer-pattern {args.hybrid_layer_pattern} has no attention layer (*) that could have "
+            f"--hybrid-layer-pattern {layer_pattern(args)} has no attention layer (*) that could have "
             f"{describe(gate)}: leave out the flags of the gate"
         )
     if args.qk_clip and gate.is_fused:

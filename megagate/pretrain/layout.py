@@ -11,7 +11,7 @@ from megatron.core.ssm.gated_delta_net import HAVE_FLA
 
 from megagate.errors import UserError
 from megagate.gate.layout import layout_from_args, query_groups
-from megagate.model.pattern import BOUNDARY, DELTA_NET
+from megagate.model.pattern import BOUNDARY, DELTA_NET, layer_pattern
 from megagate.platform import on_cpu
 
 
@@ -28,7 +28,7 @@ def check_layout(args: argparse.Namespace) -> None:
     _check_world(args)
     if args.num_experts:
         _check_experts(args)
-    if DELTA_NET in args.hybrid_layer_pattern:
+    if DELTA_NET in layer_pattern(args):
         _check_delta_net(args)
     _check_sequence(args)
     _check_batch(args)
@@ -41,7 +41,7 @@ def _require_divisible(number: int, what: str, divisor: int, by: str) -> None:
 
 def _stages(args: argparse.Namespace) -> int:
     """Return the pipeline stages, physical times virtual."""
-    return args.hybrid_layer_pattern.count(BOUNDARY) + 1
+    return layer_pattern(args).count(BOUNDARY) + 1
 
 
 def _check_world(args: argparse.Namespace) -> None:

@@ -13,6 +13,7 @@ from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megagate.checkpoint import background, save, torch_adam
 from megagate.gate.config import describe, gate_config_from_args
 from megagate.model.builder import model_config
+from megagate.model.pattern import layer_pattern
 from megagate.pretrain import flops, gate_optimizer, sampler, spikes, stop, supervised
 from megagate.pretrain.batch import forward_step
 from megagate.pretrain.datasets import dataset_provider
@@ -77,7 +78,7 @@ def _pretrain(args: argparse.Namespace) -> bool:
     config = pretrain_cfg_container_from_args(args, model_config(args))
     if args.rank == 0:
         gate = gate_config_from_args(args)
-        print(f"megagate: gate {describe(gate)}, layers {args.hybrid_layer_pattern}", flush=True)
+        print(f"megagate: gate {describe(gate)}, layers {layer_pattern(args)}", flush=True)
     try:
         pretrain(config, dataset_provider, ModelType.encoder_or_decoder, forward_step)
     except SystemExit as ending:

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 from megatron.core.models.hybrid.hybrid_block import HybridStack
+from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import Tensor, nn
 
 from megagate.model.pattern import BOUNDARY, block_of_each_layer
@@ -20,7 +21,7 @@ from megagate.model.pattern import BOUNDARY, block_of_each_layer
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer of the hybrid stack on this rank."""
+    """A layer of the model on this rank."""
 
     module: nn.Module
     block: int
@@ -36,11 +37,15 @@ def layers_of(chunks: Iterable[nn.Module], pattern: str) -> list[Layer]:
         pattern: the hybrid layer pattern of the whole model.
     """
     blocks = block_of_each_layer(pattern.replace(BOUNDARY, ""))
-    stacks = [module for chunk in chunks for module in chunk.modules() if isinstance(module, HybridStack)]
+    kinds = (HybridStack, TransformerBlock)
+    stacks = [module for chunk in chunks for module in chunk.modules() if isinstance(module, kinds)]
     found = []
     for stack in stacks:
         for module in stack.layers:
             number = module.layer_number  # from 1
+            if isinstance(stack, TransformerBlock):  # of a GPTModel, whose layers are blocks
+                found.append(Layer(module, number, True))
+                continue
             ends = number == len(blocks) or blocks[number] != blocks[number - 1]
             found.append(Layer(module, blocks[number - 1], ends))
     return found

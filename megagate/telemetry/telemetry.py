@@ -10,7 +10,7 @@ from torch import nn
 
 from megagate.gate.config import gate_config_from_args
 from megagate.gate.layout import query_groups
-from megagate.model.pattern import BOUNDARY, block_of_each_layer
+from megagate.model.pattern import BOUNDARY, block_of_each_layer, layer_pattern
 from megagate.telemetry.activations import ActivationObserver
 from megagate.telemetry.experts import ExpertObserver
 from megagate.telemetry.gates import GateObserver, heads_with_scores
@@ -36,11 +36,11 @@ class Telemetry:
     ) -> None:
         groups = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
         device = torch.device(torch.cuda.current_device())
-        blocks = block_of_each_layer(args.hybrid_layer_pattern.replace(BOUNDARY, ""))
+        blocks = block_of_each_layer(layer_pattern(args).replace(BOUNDARY, ""))
         gate = gate_config_from_args(args)
         sample = Sample(rows, groups, args.sequence_parallel, device)
         replicated = not args.sequence_parallel
-        self.layers = layers_of(chunks, args.hybrid_layer_pattern)
+        self.layers = layers_of(chunks, layer_pattern(args))
         self.totals = Totals(blocks[-1], device)
         self.speed = SpeedObserver(self.totals)
         self.observers: list[Observer] = []

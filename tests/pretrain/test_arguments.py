@@ -15,7 +15,8 @@ DENSE = [*MODEL, *RUN]
 OWN_FLAGS = """
 --allow-data-change --allow-fresh-start --dry-run --gate-activation --gate-combine --gate-granularity --gate-init-bias
 --gate-init-std --gate-input --gate-lr-mult --gate-position --gate-preset --gate-row-alignment --gate-sharing
---gate-warm-start --gate-wd-mult --keep-every --keep-last --no-dist-ckpt-optim-fully-reshardable --omit --rank
+--gate-warm-start --gate-wd-mult --keep-every --keep-last --model-impl --no-async-save
+--no-dist-ckpt-optim-fully-reshardable --omit --rank
 --recipe --sdpa-output-activation --sdpa-output-norm --spike-deviations --spike-patience --spike-policy
 --spike-rollback --spike-warmup --telemetry-interval --telemetry-rows --verbose --world-size
 """.split()
