@@ -27,9 +27,13 @@ from megatron.core import optimizer as megatron_optimizer
 from megatron.core.datasets.gpt_dataset import GPTDataset
 from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, IndexedDatasetBuilder, _MMapBinReader
 from megatron.core.dist_checkpointing import gpt_checkpoint_interop
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.serialization import load_common_state_dict
 from megatron.core.dist_checkpointing.strategies import async_utils, filesystem_async
+from megatron.core.enums import Fp8Recipe
+from megatron.core.extensions import transformer_engine
+from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+from megatron.core.fp8_utils import get_fp8_align_size
 from megatron.core.inference.contexts.static_context import StaticInferenceContext
 from megatron.core.inference.sampling.torch_sampling import TorchSampling
 from megatron.core.models.backends import LocalSpecProvider
@@ -48,8 +52,13 @@ from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from megatron.core.pipeline_parallel import combined_1f1b
 from megatron.core.ssm import gated_delta_net
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import layers as tensor_parallel_layers
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    linear_with_grad_accumulation_and_async_allreduce,
+)
 from megatron.core.timers import Timers
 from megatron.core.tokenizers.text.libraries import HuggingFaceTokenizer, SentencePieceTokenizer, TikTokenTokenizer
 from megatron.core.tokenizers.text.text_tokenizer import MegatronTokenizerText
@@ -59,11 +68,17 @@ from megatron.core.transformer.moe.moe_logging import MetricEntry, MoEMetricsTra
 from megatron.core.transformer.moe.moe_utils import sort_chunks_by_idxs
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 from megatron.core.utils import get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
 from megatron.training import arguments as megatron_arguments
 from megatron.training import async_utils as training_async
 from megatron.training import checkpointing, global_vars
-from megatron.training.argument_utils import hybrid_config_from_args, pretrain_cfg_container_from_args
+from megatron.training.argument_utils import (
+    core_transformer_config_from_args,
+    hybrid_config_from_args,
+    pretrain_cfg_container_from_args,
+)
 from megatron.training.datasets import data_samplers
 from megatron.training.datasets.fim_dataset import GPTFIMDataset
 from megatron.training.models import HybridModelConfig
@@ -82,7 +97,9 @@ from megagate.model.backends import functions, torch_backend
 from megagate.model.router import GLOBAL_LOSS
 from megagate.platform import cpu
 from megagate.pretrain.arguments import DEFAULTS, NOT_AVAILABLE
+from megagate.pretrain.backend import WITHOUT_FP8
 from megagate.pretrain.gate_checks import IN_THE_WAY
+from megagate.pretrain.refusals import RECIPES, alignment
 from megagate.pretrain.sampler import CyclicSampler
 
 
@@ -134,6 +151,29 @@ def test_model_backends_and_specs() -> None:
         field.name for field in dataclasses.fields(HybridStackSubmodules)
     }
     assert {"input_", "group"} <= parameters(gather_from_sequence_parallel_region)
+
+
+def test_transformer_engine() -> None:
+    """megagate/model/backends/te_backend.py and pretrain/backend.py; tests/te has what needs the package itself."""
+    assert {"HAVE_TE", "fused_permute_with_probs", "fused_topk_with_score_function"} <= set(vars(transformer_engine))
+    assert hasattr(tensor_parallel_layers, "_grad_accum_fusion_available")
+    assert {"fuse_layernorm_and_linear", "column_parallel_layer_norm_linear"} <= set(vars(LocalSpecProvider))
+    assert {"layer_norm", "core_attention", "grouped_mlp_modules", "row_parallel_linear"} <= set(vars(TESpecProvider))
+    assert "sharded_state_dict_keys_map" in {field.name for field in dataclasses.fields(TransformerLayerSubmodules)}
+    # megagate/model/attention.py multiplies the gate's rows of linear_qkv as Megatron's linear layers do.
+    assert {"gradient_accumulation_fusion", "allreduce_dgrad", "sequence_parallel", "tp_group"} <= parameters(
+        linear_with_grad_accumulation_and_async_allreduce
+    )
+    # Attention in FP8 has no flag of Megatron's; the config takes what the arguments hold.
+    assert "if hasattr(args, f.name):" in source(core_transformer_config_from_args)
+    assert {"fp8_dot_product_attention", "fp8_multi_head_attention", "fp8_recipe", "transformer_impl"} <= {
+        field.name for field in dataclasses.fields(TransformerConfig)
+    }
+    # megagate/pretrain/refusals.py
+    assert set(RECIPES) < {recipe.value for recipe in Fp8Recipe}
+    assert all(get_fp8_align_size(Fp8Recipe(recipe)) == alignment(recipe) for recipe in RECIPES)
+    # megagate/checkpoint/names.py
+    assert ShardedObject("norm._extra_state", None, (1,), (0,)).unique_key == "norm._extra_state/shard_0_1"
 
 
 def test_model_builder_and_initialization() -> None:
@@ -490,6 +530,10 @@ def test_checkpoint_load() -> None:
         ("pretrain/arguments.py NOT_AVAILABLE", NOT_AVAILABLE),
         ("pretrain/gate_checks.py IN_THE_WAY", IN_THE_WAY),
         ("platform/cpu.py ARGUMENTS", cpu.ARGUMENTS),
+        (
+            "pretrain/backend.py WITHOUT_FP8",
+            set(WITHOUT_FP8) - {"fp8_dot_product_attention", "fp8_multi_head_attention"},
+        ),
         ("model/backends/torch_backend.py ARGUMENTS", torch_backend.ARGUMENTS),
         ("checkpoint/fit.py MODEL_ARGUMENTS", MODEL_ARGUMENTS),
         ("checkpoint/fit.py CONTEXT_ARGUMENTS", CONTEXT_ARGUMENTS),

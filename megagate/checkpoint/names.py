@@ -1,7 +1,7 @@
 """What a checkpoint calls the run's parameters, where Megatron has several names for the same one.
 
 - Transformer Engine's fused layers, and Megatron's local layers for its GPTModel, keep the weight of a norm under the
-  linear layer that follows it.
+  linear layer that follows it. Norms of its own have an extra state, which torch's do not have.
 - A GPTModel whose layers are alike stacks them; Megatron itself loads such a checkpoint into a HybridModel. One with
   `--moe-layer-freq` as a list, or above 1, numbers its layers.
 
@@ -21,6 +21,7 @@ from megatron.core.dist_checkpointing.gpt_checkpoint_interop import GPTCompatLay
 from megatron.core.dist_checkpointing.mapping import (
     LocalNonpersistentObject,
     ShardedBase,
+    ShardedObject,
     ShardedTensor,
     ShardedTensorFactory,
 )
@@ -28,13 +29,7 @@ from megatron.core.dist_checkpointing.mapping import (
 from megagate.checkpoint import warm_start
 from megagate.checkpoint.pickles import read_index
 from megagate.model.pattern import BOUNDARY
-
-NORM_NAMES = (
-    ("input_layernorm.", "self_attention.linear_qkv.layer_norm_"),
-    ("input_layernorm.", "self_attention.in_proj.layer_norm_"),
-    ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"),
-)
-"""A norm's own name, and its name where it is fused with the linear layer that follows."""
+from megagate.model.specs import NORM_NAMES
 
 NUMBERED_LAYER = re.compile(r"\bdecoder\.layers\.(\d+)\.")
 
@@ -60,6 +55,7 @@ def translate_on_load() -> None:
             else:
                 retarget(state, maps)
         rename_norms(sharded_state_dict, keys)
+        keep_absent_extra_states(sharded_state_dict, keys)
         warm_start.adapt_for(sharded_state_dict, checkpoint)
         return load(sharded_state_dict, checkpoint_dir, *args, **kwargs)
 
@@ -117,6 +113,17 @@ def rename_norms(state: dict[Any, Any], keys: set[str]) -> None:
                 renamed = value.key.replace(own, fused)
                 if renamed in keys:
                     value.key = renamed
+        return value
+
+    dict_list_map_inplace(entry, state)
+
+
+def keep_absent_extra_states(state: dict[Any, Any], keys: set[str]) -> None:
+    """Let extra states (of FP8) that the checkpoint lacks stay as they are, in place; without FP8 they are empty."""
+
+    def entry(value: Any) -> Any:
+        if isinstance(value, ShardedObject) and value.key.endswith("_extra_state") and value.unique_key not in keys:
+            return LocalNonpersistentObject(value.data)
         return value
 
     dict_list_map_inplace(entry, state)

@@ -50,6 +50,8 @@ ONE_PROCESS: dict[str, Any] = {
     "tp_comm_overlap": False,
     "distributed_backend": "nccl",
     "use_cpu_initialization": False,
+    # It masks as generation needs, and a model of either backend loads into it.
+    "transformer_impl": "local",
 }
 
 STATE = ("expert_bias",)
@@ -136,7 +138,8 @@ def for_one_process(saved: argparse.Namespace) -> argparse.Namespace:
     args = copy.copy(saved)
     with quiet():
         from megagate.model.backends import torch_backend
-    platform = torch_backend.ARGUMENTS | (cpu.ARGUMENTS if on_cpu() else {})
+        from megagate.pretrain.backend import WITHOUT_FP8
+    platform = WITHOUT_FP8 | torch_backend.ARGUMENTS | (cpu.ARGUMENTS if on_cpu() else {})
     for name, value in (ONE_PROCESS | FORWARD_ONLY | platform).items():
         setattr(args, name, value)
     args.hybrid_layer_pattern = args.hybrid_layer_pattern.replace("|", "")

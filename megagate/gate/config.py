@@ -71,6 +71,14 @@ class SdpaOutputActivation(StrEnum):
     SILU = "silu"
 
 
+class GatePrecision(StrEnum):
+    """In what the gate is computed; not part of the model's shape. docs/transformer_engine.md has the table."""
+
+    FP8 = "fp8"  # its projection with the other rows of linear_qkv in FP8, its activation and product in fp32
+    BF16 = "bf16"  # its projection, activation and product
+    FP32 = "fp32"  # its activation and product; its projection in the model's dtype, not in FP8
+
+
 @dataclass(frozen=True, kw_only=True)
 class GateConfig:
     """Which gate an attention layer has; the default is none.

@@ -25,12 +25,14 @@ from megagate.gate.config import (
 )
 
 
-def activate(logits: Tensor, config: GateConfig) -> Tensor:
+def activate(logits: Tensor, config: GateConfig, in_own_dtype: bool = False) -> Tensor:
     """Return the gate's activation of `logits`, elementwise, before any sharing.
 
-    bf16 and fp16 logits are activated, and the scores returned, in fp32; fp32 and fp64 keep their dtype.
+    bf16 and fp16 logits are activated, and the scores returned, in fp32 unless `in_own_dtype`; fp32 and fp64 keep
+    theirs.
     """
-    logits = at_least_fp32(logits)
+    if not in_own_dtype:
+        logits = at_least_fp32(logits)
     match config.activation:
         case GateActivation.SIGMOID:
             return torch.sigmoid(logits)

@@ -19,7 +19,10 @@ from typing import Any
 
 import torch
 from megatron.core.jit import jit_fuser
-from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.layers import (
+    linear_with_grad_accumulation_and_async_allreduce,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.tensor_parallel.mappings import (
     all_gather_last_dim_from_tensor_parallel_region,
     copy_to_tensor_model_parallel_region,
@@ -31,7 +34,14 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from megatron.core.utils import get_pg_rank
 from torch import Tensor, nn
 
-from megagate.gate.config import GateConfig, GateInput, GatePosition, GateSharing, SdpaOutputActivation
+from megagate.gate.config import (
+    GateConfig,
+    GateInput,
+    GatePosition,
+    GatePrecision,
+    GateSharing,
+    SdpaOutputActivation,
+)
 from megagate.gate.functional import activate, apply_gate, at_least_fp32, per_head_rms_norm
 from megagate.gate.layout import QKVLayout
 from megagate.model.recompute import Rebuilt
@@ -43,6 +53,11 @@ They are vectors, like biases and norms, so that Megatron's rule exempts them fr
 """
 
 
+def projects_apart(config: TransformerConfig, gate: GateConfig, precision: GatePrecision | None) -> bool:
+    """Whether the gate's rows of linear_qkv are multiplied by X on their own, to keep the logits out of FP8."""
+    return bool(config.fp8) and gate.is_fused and precision in (GatePrecision.BF16, GatePrecision.FP32)
+
+
 class GatedSelfAttention(SelfAttention):
     """Megatron's self-attention with a gate (arXiv 2505.06708, section 2.2), or a baseline's norm or activation.
 
@@ -51,6 +66,8 @@ class GatedSelfAttention(SelfAttention):
         submodules: as for Megatron's self-attention; `linear_qkv` is built with the rows of the layout.
         gate: any but the baseline, for which Megatron's own class is the same.
         recompute_gate: rebuild gated tensors in the backward pass instead of storing them.
+        precision: of the gate's projection, activation and product; if None, the projection is computed as linear_qkv
+            is, and the others in fp32.
 
     Parameters besides Megatron's, where the gate needs them:
         gate_constant: [h*t], logits of the input-independent gate; zero at first.
@@ -65,6 +82,7 @@ class GatedSelfAttention(SelfAttention):
         *args: Any,
         gate: GateConfig,
         recompute_gate: bool = False,
+        precision: GatePrecision | None = None,
         **kwargs: Any,
     ) -> None:
         layout = QKVLayout(config.num_attention_heads, config.num_query_groups, config.kv_channels, gate)
@@ -76,6 +94,11 @@ class GatedSelfAttention(SelfAttention):
         self.gate = gate
         self.layout = layout
         self.rebuilt = Rebuilt() if recompute_gate else None
+        self.in_own_dtype = precision == GatePrecision.BF16
+        self.projects_apart = projects_apart(config, gate, precision)
+        if self.projects_apart:
+            # Its weight gets gradients from two products, which a kernel that adds to main_grad would not know.
+            self.linear_qkv.fuse_wgrad_accumulation = False
         heads = config.num_attention_heads // self.world_size
         if gate.input == GateInput.CONSTANT:
             self.gate_constant = _head_parameter(config, heads * layout.gate_channels, 0.0)
@@ -89,10 +112,16 @@ class GatedSelfAttention(SelfAttention):
     @torch.no_grad()
     def reset_padding(self) -> None:
         """Set the padding rows of linear_qkv to zero; they then stay zero, since their gradient is zero."""
+        if self.layout.gate_rows_padded == self.layout.gate_rows:
+            return
         padding = self.local_rows(self.layout.padding_row_mask()).to(self.linear_qkv.weight.device)
-        for parameter in (self.linear_qkv.weight, self.linear_qkv.bias):
-            if parameter is not None:
-                parameter[padding] = 0
+        for parameter in self.qkv_parameters():
+            parameter[padding] = 0
+
+    def qkv_parameters(self) -> list[nn.Parameter]:
+        """Return the weight of linear_qkv and its bias, if it has one; Transformer Engine has an empty one instead."""
+        weight, bias = self.linear_qkv.weight, self.linear_qkv.bias
+        return [weight] if bias is None or not bias.numel() else [weight, bias]
 
     def local_rows(self, mask: Tensor) -> Tensor:
         """Return the part of a mask [total rows of linear_qkv] that is about this rank's rows."""
@@ -158,6 +187,8 @@ class GatedSelfAttention(SelfAttention):
             stands for them.
         """
         mixed, _ = self.linear_qkv(hidden_states)
+        if self.projects_apart:
+            mixed = self._with_logits_apart(mixed, hidden_states)
         groups, tensor_parallel_size = self.config.num_query_groups, self.world_size
         ranks_per_group = max(1, tensor_parallel_size // groups)
         if ranks_per_group > 1:
@@ -191,6 +222,25 @@ class GatedSelfAttention(SelfAttention):
         # Megatron calls _apply_output_gate only if there is something to hand to it.
         return query, key, value, query.new_empty(0) if logits is None else logits
 
+    def _with_logits_apart(self, mixed: Tensor, hidden_states: Tensor) -> Tensor:
+        """Return linear_qkv's output [s, b, local rows] with the gate's columns computed anew from X [s', b, H].
+
+        The weights are the same rows of linear_qkv, so checkpoints do not differ. The columns that are replaced pass no
+        gradient back.
+        """
+        rows = self.local_rows(self.layout.gate_row_mask()).nonzero().flatten().to(mixed.device)
+        weight, *bias = self.qkv_parameters()
+        logits = linear_with_grad_accumulation_and_async_allreduce(
+            hidden_states,
+            weight[rows],
+            bias[0][rows] if bias else None,
+            gradient_accumulation_fusion=False,
+            allreduce_dgrad=self.config.tensor_model_parallel_size > 1 and not self.config.sequence_parallel,
+            sequence_parallel=self.config.sequence_parallel,
+            tp_group=self.pg_collection.tp,
+        )
+        return mixed.index_copy(-1, rows, logits)
+
     def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
         """Change the attention output x [s, b, h*d] as the config says; keeps its dtype.
 
@@ -218,7 +268,8 @@ class GatedSelfAttention(SelfAttention):
         """
         if self.gate.sharing == GateSharing.HEAD_SHARED:
             return self._rebuildable(partial(_combine, gate=self.gate), y, self.scores(logits))
-        return self._rebuildable(partial(_activate_and_combine, gate=self.gate), y, logits)
+        own = self.in_own_dtype
+        return self._rebuildable(partial(_activate_and_combine, gate=self.gate, in_own_dtype=own), y, logits)
 
     def scores(self, logits: Tensor) -> Tensor:
         """Return the scores of the logits [s, b, *heads, t]; for head-shared gates their mean over all heads.
@@ -227,7 +278,7 @@ class GatedSelfAttention(SelfAttention):
         group, each of its heads counts once per rank), so the mean over ranks of their means is the mean. Every rank
         uses it, hence a sum over ranks in the backward pass too.
         """
-        scores = activate(logits, self.gate)
+        scores = activate(logits, self.gate, self.in_own_dtype)
         if self.gate.sharing != GateSharing.HEAD_SHARED:
             return scores
         group = self.pg_collection.tp
@@ -243,9 +294,9 @@ class GatedSelfAttention(SelfAttention):
 
 
 @jit_fuser
-def _activate_and_combine(y: Tensor, logits: Tensor, gate: GateConfig) -> Tensor:
+def _activate_and_combine(y: Tensor, logits: Tensor, gate: GateConfig, in_own_dtype: bool) -> Tensor:
     # Rows of linear_qkv lie apart from group to group, which costs an unfused activation more than the copy does.
-    return apply_gate(y, activate(logits.contiguous(), gate), gate)
+    return apply_gate(y, activate(logits.contiguous(), gate, in_own_dtype), gate)
 
 
 @jit_fuser

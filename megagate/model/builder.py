@@ -5,12 +5,13 @@ from functools import partial
 from typing import Any
 
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.argument_utils import core_transformer_config_from_args, hybrid_config_from_args
 from megatron.training.models import GPTModelConfig, HybridModelConfig
 
-from megagate.gate.config import GateConfig, gate_config_from_args
+from megagate.gate.config import GateConfig, GatePrecision, gate_config_from_args
 from megagate.model.gate_parameters import initialize_gates
 from megagate.model.gpt import gpt_config
 from megagate.model.initialization import initialize_by_name
@@ -29,7 +30,7 @@ def transformer_config(args: argparse.Namespace, gate: GateConfig) -> Transforme
 
 
 def separate_expert_parameters(model: list[MegatronModule]) -> list[MegatronModule]:
-    """Let expert weights have an optimizer of their own on every layout; returns `model`.
+    """Let experts have an optimizer of their own on every layout; returns `model`.
 
     Megatron gives them one only where expert groups differ from dense ones, and a checkpoint written with one optimizer
     does not load into two. `allreduce` false is Megatron's mark for parameters that reduce over the expert groups,
@@ -37,8 +38,8 @@ def separate_expert_parameters(model: list[MegatronModule]) -> list[MegatronModu
     """
     for chunk in model:
         for module in chunk.modules():
-            if getattr(module, "is_expert", False):
-                for parameter in module.parameters(recurse=False):
+            if isinstance(module, SequentialMLP | TEGroupedMLP):
+                for parameter in module.parameters():
                     parameter.allreduce = False
     return model
 
@@ -76,7 +77,13 @@ def model_config(args: argparse.Namespace) -> HybridModelConfig | GPTModelConfig
     """
     gate = gate_config_from_args(args)
     config = transformer_config(args, gate)
-    stack = hybrid_stack_spec(config, gate, recompute_gate=args.recompute_gate)
+    precision = getattr(args, "gate_precision", None)  # a checkpoint's arguments can be older
+    stack = hybrid_stack_spec(
+        config,
+        gate,
+        recompute_gate=args.recompute_gate,
+        precision=None if precision is None else GatePrecision(precision),
+    )
     model: HybridModelConfig | GPTModelConfig
     if is_gpt(args):
         model = gpt_config(args, config, stack)
@@ -88,7 +95,7 @@ def model_config(args: argparse.Namespace) -> HybridModelConfig | GPTModelConfig
         model.pre_wrap_hooks.append(size_expert_metrics)
     if args.use_cpu_initialization:
         model.pre_wrap_hooks.append(partial(initialize_by_name, seed=args.seed))
-    # A checkpoint's arguments can be older than these two.
+    # Likewise.
     std, bias = getattr(args, "gate_init_std", None), getattr(args, "gate_init_bias", None)
     if std is not None or bias is not None:
         model.pre_wrap_hooks.append(partial(initialize_gates, std=std, bias=bias))

@@ -31,10 +31,9 @@ def gate_elements(chunks: Iterable[nn.Module]) -> Iterator[GateElements]:
 def _elements_of(attention: GatedSelfAttention) -> Iterator[GateElements]:
     if attention.layout.gate_rows:
         runs = list(_runs(attention.local_rows(attention.layout.gate_row_mask())))
-        for parameter in (attention.linear_qkv.weight, attention.linear_qkv.bias):
-            if parameter is not None:
-                width = parameter[0].numel()
-                yield parameter, [slice(first * width, last * width) for first, last in runs]
+        for parameter in attention.qkv_parameters():
+            width = parameter[0].numel()
+            yield parameter, [slice(first * width, last * width) for first, last in runs]
     for name, parameter in attention.named_parameters():
         if name in ("gate_constant", "linear_gate.weight"):
             yield parameter, [slice(0, parameter.numel())]

@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_layer import (
 from megatron.training.argument_utils import gpt_config_from_args
 from megatron.training.models import GPTModelConfig
 
-from megagate.model.backends.norm import build_norm
+from megagate.model.backends import BACKENDS
 from megagate.model.pattern import expert_blocks
 
 LOCAL_NAMES = {
@@ -52,7 +52,7 @@ def layers_of_stage(config: TransformerConfig, stack: ModuleSpec, vp_stage: int 
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     count = get_num_layers_to_build(config, vp_stage=vp_stage)
     blocks = [specs[experts] for experts in has_experts[first : first + count]]
-    return TransformerBlockSubmodules(layer_specs=blocks, layer_norm=build_norm)
+    return TransformerBlockSubmodules(layer_specs=blocks, layer_norm=BACKENDS[config.transformer_impl]().layer_norm())
 
 
 def _feed_forward(stack: ModuleSpec, experts: bool) -> Any:

@@ -16,6 +16,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+from megatron.core.extensions.transformer_engine import TERowParallelGroupedLinear, TERowParallelLinear
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from megatron.core.tensor_parallel.layers import RowParallelLinear, VocabParallelEmbedding
 from megatron.core.transformer.module import MegatronModule
@@ -23,6 +24,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from megagate.model.attention import GatedSelfAttention
+
+ROW_PARALLEL = tuple(
+    kind for kind in (RowParallelLinear, TERowParallelLinear, TERowParallelGroupedLinear) if kind is not None
+)
+"""Linear layers at the end of a block; the last is there with Transformer Engine only."""
 
 
 @torch.no_grad()
@@ -58,7 +64,7 @@ def _init_methods(chunk: MegatronModule) -> Iterator[tuple[int, Callable[[Tensor
     """Yield (storage address, init method) of each weight."""
     config: TransformerConfig = chunk.config
     for module in chunk.modules():
-        if isinstance(module, RowParallelLinear):
+        if isinstance(module, ROW_PARALLEL):
             init_method = config.output_layer_init_method
         elif isinstance(module, (VocabParallelEmbedding, nn.Embedding)):
             init_method = config.embedding_init_method

@@ -28,6 +28,7 @@ from megagate.plan.memory import rank_memory
 from megagate.plan.parameters import count
 from megagate.platform import cpu
 from megagate.pretrain.arguments import build_parser, finish, read
+from megagate.pretrain.backend import stand_in
 from megagate.pretrain.datasets import dataset_prefixes
 from megagate.pretrain.recipe import merge_recipe
 
@@ -80,7 +81,10 @@ def arguments_for(argv: Sequence[str], world_size: int, rank: int = 0) -> tuple[
     if given.tokenizer_type is None and given.vocab_size is not None:
         stand_ins += ["--tokenizer-type", "NullTokenizer"]
         notes.append("no tokenizer is given: the run needs --tokenizer-type")
-    args = read([*argv, *stand_ins])
+    args = read([*argv, *stand_ins], elsewhere=True)
+    note = stand_in(args)
+    if note is not None:
+        notes.append(note)
     for name in NO_WRITERS:
         setattr(args, name, None)
     return finish(args), notes
@@ -120,12 +124,12 @@ def build(args: argparse.Namespace) -> Iterator[Rank]:
     args.load = args.pretrained_checkpoint = None
     # As --fake-process-group would, which refuses token dispatchers that a model can be built with.
     args.fake_process_group, args.use_gloo_process_groups = True, False
-    meta = torch.device("meta")
+    meta = "meta"  # by name, with which Transformer Engine compares
     try:
         initialize_megatron(allow_no_cuda=True)
         config = model_config(args)
         container = pretrain_cfg_container_from_args(args, config)
-        with meta, mock.patch.object(torch.cuda, "current_device", lambda: meta):
+        with torch.device(meta), mock.patch.object(torch.cuda, "current_device", lambda: meta):
             chunks, optimizer, _ = setup_model_and_optimizer(
                 ModelType.encoder_or_decoder,
                 cfg_container=container,

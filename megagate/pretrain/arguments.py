@@ -48,11 +48,13 @@ from megagate.model.pattern import (
 )
 from megagate.platform import cpu, on_cpu
 from megagate.pretrain import data_record, fim
+from megagate.pretrain.backend import add_fp8_arguments, choose_backend, set_fusions
 from megagate.pretrain.datasets import dataset_prefixes
 from megagate.pretrain.gate_checks import add_gate_training_arguments, check_gate
 from megagate.pretrain.layout import check_layout
 from megagate.pretrain.parser import HelpFormatter, Parser
 from megagate.pretrain.recipe import merge_recipe
+from megagate.pretrain.refusals import check_backend
 from megagate.pretrain.spikes import add_spike_arguments, check_spikes
 from megagate.telemetry.loop import add_telemetry_arguments, check_telemetry
 
@@ -69,13 +71,16 @@ DEFAULTS: dict[str, Any] = {
     "create_attention_mask_in_dataloader": False,
     # Without a value Megatron fails where it counts evaluations, also with --eval-iters 0.
     "eval_interval": 1000,
-    "transformer_impl": "local",
+    # Chosen by what the machine has; see megagate/pretrain/backend.py.
+    "transformer_impl": None,
+    # Where Transformer Engine is installed and has them.
+    "moe_permute_fusion": True,
+    "moe_router_fusion": True,
 }
 """megagate's defaults where Megatron's own are traps; a flag on the command line wins."""
 
 NOT_AVAILABLE: dict[str, str] = {
-    "fp8": "--fp8-format needs the Transformer Engine backend, which is not there yet: leave it out and use --bf16",
-    "fp4": "--fp4-format needs the Transformer Engine backend, which is not there yet: leave it out and use --bf16",
+    "fp4": "--fp4-format is not there: use --fp8-format",
     "multi_latent_attention": "--multi-latent-attention has no gate here: leave it out",
     "fp32_residual_connection": "--fp32-residual-connection is not available in the torch backend: leave it out",
     "qk_l2_norm": "--qk-l2-norm is not available in the torch backend: use --qk-layernorm",
@@ -160,10 +165,11 @@ def finish(args: argparse.Namespace) -> argparse.Namespace:
     return args
 
 
-def read(argv: Sequence[str]) -> argparse.Namespace:
+def read(argv: Sequence[str], elsewhere: bool = False) -> argparse.Namespace:
     """Return the arguments of the command line and its recipe, completed and checked against the layout.
 
     Needs no data, no checkpoint and no process group; WORLD_SIZE in the environment says for how many processes.
+    `elsewhere` says that they are of a run on other machines, so that this one need not have what they need.
 
     Raises:
         UserError: something in the command line or the recipe is wrong.
@@ -177,8 +183,9 @@ def read(argv: Sequence[str]) -> argparse.Namespace:
         args = megatron_arguments.parse_args(_add_arguments)
     finally:
         sys.argv = typed
-    complete(args)
+    complete(args, elsewhere)
     check_layout(args)
+    check_backend(args, gate_config_from_args(args))
     return args
 
 
@@ -247,7 +254,15 @@ def _add_own_arguments(parser: argparse.ArgumentParser) -> None:
         dest="dist_ckpt_optim_fully_reshardable",
         help="write optimizer states as they lie on the ranks: faster, but they load on the same TP, PP and EP only",
     )
+    for what in ("permute", "router"):
+        group.add_argument(
+            f"--no-moe-{what}-fusion",
+            action="store_false",
+            dest=f"moe_{what}_fusion",
+            help=f"leave out Transformer Engine's fused {what}, which is used where it is installed",
+        )
     add_gate_training_arguments(parser)
+    add_fp8_arguments(parser)
     add_telemetry_arguments(parser)
     add_keep_arguments(parser)
     background.add_background_arguments(parser)
@@ -264,16 +279,13 @@ def refuse_unavailable(args: argparse.Namespace) -> None:
             raise UserError(sentence)
 
 
-def complete(args: argparse.Namespace) -> None:
-    """Fill in what follows from other arguments: gate, layer pattern, platform.
+def complete(args: argparse.Namespace, elsewhere: bool = False) -> None:
+    """Fill in what follows from other arguments: gate, layer pattern, backend, platform.
 
     Raises:
         UserError: flags are missing, contradict each other or are not available.
     """
-    if args.transformer_impl != "local":
-        raise UserError(
-            f"--transformer-impl {args.transformer_impl} is not there yet: leave it out to use the torch backend"
-        )
+    choose_backend(args, elsewhere)
     if args.dry_run_world_size is not None or args.dry_run_rank is not None:
         raise UserError(
             "--world-size and --rank are for --dry-run: add it, or leave them out: a run has them from its launcher"
@@ -310,9 +322,9 @@ def complete(args: argparse.Namespace) -> None:
     if not args.data_sharding:
         raise UserError("--no-data-sharding has no effect: --dataloader-type cyclic never shards; leave it out")
     args.create_attention_mask_in_dataloader |= args.reset_attention_mask
-    forced = torch_backend.ARGUMENTS | (cpu.ARGUMENTS if on_cpu() else {})
-    for name, value in forced.items():
-        setattr(args, name, value)
+    set_fusions(args)
+    if on_cpu():
+        vars(args).update(cpu.ARGUMENTS)
 
 
 def set_recompute(args: argparse.Namespace, gate: GateConfig) -> None:
@@ -323,7 +335,7 @@ def set_recompute(args: argparse.Namespace, gate: GateConfig) -> None:
     """
     modules = args.recompute_modules or ()
     for module in torch_backend.NOT_RECOMPUTED:
-        if module in modules:
+        if module in modules and args.transformer_impl == "local":
             raise UserError(f"--recompute-modules {module} needs Transformer Engine: leave it out")
     args.recompute_gate = GATE_MODULE in modules
     if not args.recompute_gate:

@@ -12,6 +12,7 @@ from megagate.gate.config import (
     GateGranularity,
     GateInput,
     GatePosition,
+    GatePrecision,
     describe,
 )
 from megagate.gate.layout import query_groups
@@ -21,6 +22,7 @@ EMERGING = ("muon", "dist_muon", "adaptive_muon", "lion", "soap")
 """The values of --optimizer that come from the package emerging-optimizers."""
 
 IN_THE_WAY = (
+    "fp8_param_gather",
     "use_precision_aware_optimizer",
     "optimizer_cpu_offload",
     "optimizer_cuda_graph",
@@ -44,6 +46,12 @@ def add_gate_training_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         metavar="B",
         help="start the gate's biases at B (needs --add-qkv-bias), or the logits of --gate-input constant; default 0",
+    )
+    group.add_argument(
+        "--gate-precision",
+        choices=[precision.value for precision in GatePrecision],
+        help="compute the gate's activation and product in bf16, or in fp32 (fp8, fp32, or not given); with "
+        "--fp8-format its projection is in FP8 (fp8, or not given) or a product of its own outside of FP8 (bf16, fp32)",
     )
     group.add_argument(
         "--gate-lr-mult",

@@ -20,12 +20,13 @@ from megagate.gate import (
     GateGranularity,
     GateInput,
     GatePosition,
+    GatePrecision,
     GateSharing,
     QKVLayout,
     describe,
 )
 from megagate.gate.functional import AttentionWeights, reference_attention, rotary_tables
-from megagate.model.attention import SHARDED_PARAMETERS
+from megagate.model.attention import SHARDED_PARAMETERS, _activate_and_combine
 from tests.distributed import run_distributed
 
 HIDDEN, SEQUENCE, BATCH = 24, 12, 2
@@ -107,9 +108,17 @@ def expected_results(case: Layer) -> dict[str, Tensor]:
 
 
 def layer_results(
-    case: Layer, tensor_parallel: int, dtype: torch.dtype, recompute_gate: bool = False
+    case: Layer,
+    tensor_parallel: int,
+    dtype: torch.dtype,
+    recompute_gate: bool = False,
+    precision: GatePrecision | None = None,
+    sequence_parallel: bool = False,
 ) -> dict[str, Tensor]:
-    """Return this rank's output and gradients of the layer, named by parameter."""
+    """Return this rank's output and gradients of the layer, named by parameter.
+
+    With `precision`, linear_qkv gets the gate's columns wrong by far, as an FP8 product gets them a little wrong.
+    """
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.spec_utils import build_module
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -132,11 +141,18 @@ def layer_results(
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         use_cpu_initialization=True,
+        transformer_impl="local",
+        sequence_parallel=sequence_parallel,
     )
-    stack = hybrid_stack_spec(config, case.gate, recompute_gate=recompute_gate)
+    config.fp8 = None if precision is None else "hybrid"
+    stack = hybrid_stack_spec(config, case.gate, recompute_gate=recompute_gate, precision=precision)
     spec = stack.submodules.attention_layer.submodules.self_attention
     collection = ProcessGroupCollection.use_mpu_process_groups()
     layer = build_module(spec, config=config, layer_number=1, pg_collection=collection)
+
+    if precision is not None and case.gate.is_fused:
+        wrong = 1 + 7 * layer.local_rows(case.layout.gate_row_mask())
+        layer.linear_qkv.register_forward_hook(lambda module, inputs, result: (result[0] * wrong, result[1]))
 
     weights, rank = random_weights(case), torch.distributed.get_rank()
     merged = case.layout.merge_weight(weights.query, weights.gate, weights.key, weights.value)
@@ -152,16 +168,29 @@ def layer_results(
             if whole is not None:
                 getattr(layer, name).copy_(whole.flatten().chunk(tensor_parallel)[rank])
 
-    hidden = draw((SEQUENCE, BATCH, HIDDEN), 8).to(dtype).requires_grad_()
+    def part(whole: Tensor) -> Tensor:
+        return whole.chunk(tensor_parallel)[rank] if sequence_parallel else whole
+
+    def joined(part: Tensor) -> Tensor:
+        return torch.cat(everywhere(part, tensor_parallel)) if sequence_parallel else part
+
+    hidden = part(draw((SEQUENCE, BATCH, HIDDEN), 8).to(dtype)).requires_grad_()
     exponents = torch.arange(0, case.channels, 2, dtype=torch.float64) / case.channels
     angles = torch.outer(torch.arange(SEQUENCE, dtype=torch.float64), ROTARY_BASE**-exponents)
     rotary = torch.cat((angles, angles), dim=-1)[:, None, None, :]  # what Megatron hands to its layers
     output, bias = layer(hidden, attention_mask=None, rotary_pos_emb=rotary)
     assert bias is None
     assert output.dtype == dtype
-    output.backward(draw(output.shape, 9).to(dtype))
+    output.backward(part(draw((SEQUENCE, BATCH, HIDDEN), 9).to(dtype)))
     gradients = {name.split(".")[0]: parameter.grad for name, parameter in layer.named_parameters()}
-    return {"output": output.detach(), "hidden": hidden.grad} | gradients
+    return {"output": joined(output.detach()), "hidden": joined(hidden.grad)} | gradients
+
+
+def everywhere(tensor: Tensor, ranks: int) -> list[Tensor]:
+    """Return what each rank holds."""
+    held = [torch.empty_like(tensor) for _ in range(ranks)]
+    torch.distributed.all_gather(held, tensor.contiguous())
+    return held
 
 
 def assembled(ranks: list[dict[str, Tensor]], heads: int = 8) -> dict[str, Tensor]:
@@ -197,14 +226,14 @@ def worst(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[float
 
 
 def all_layers(
-    cases: list[Layer], tensor_parallel: int, dtype: torch.dtype, recompute_gate: bool = False
+    cases: list[Layer], tensor_parallel: int, dtype: torch.dtype, *settings: object
 ) -> list[dict[str, Tensor]]:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     parallel_state.initialize_model_parallel(tensor_parallel)
     model_parallel_cuda_manual_seed(1)
-    return [layer_results(case, tensor_parallel, dtype, recompute_gate) for case in cases]
+    return [layer_results(case, tensor_parallel, dtype, *settings) for case in cases]
 
 
 # Combinations that are no row of the paper's tables: the axes are free.
@@ -222,9 +251,18 @@ CASES = [Layer(gate, groups) for gate in PRESETS.values() for groups in (1, 2, 8
 CASES += [Layer(gate, 2) for gate in COMBINATIONS]
 
 
-def compare(cases: list[Layer], tensor_parallel: int, dtype: torch.dtype, tolerance: float, **settings: bool) -> None:
+def compare(
+    cases: list[Layer],
+    tensor_parallel: int,
+    dtype: torch.dtype,
+    tolerance: float,
+    recompute_gate: bool = False,
+    precision: GatePrecision | None = None,
+    sequence_parallel: bool = False,
+) -> None:
     """Compare the layers' outputs and gradients, put together from the ranks, with the reference's."""
-    ranks = run_distributed(all_layers, tensor_parallel, cases, tensor_parallel, dtype, *settings.values(), timeout=100)
+    settings = (recompute_gate, precision, sequence_parallel)
+    ranks = run_distributed(all_layers, tensor_parallel, cases, tensor_parallel, dtype, *settings, timeout=100)
     for index, case in enumerate(cases):
         actual = assembled([rank[index] for rank in ranks], case.heads)
         error, name = worst(actual, expected_results(case))
@@ -243,6 +281,31 @@ def test_layer(tensor_parallel: int, recompute_gate: bool) -> None:
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
 def test_precision(dtype: torch.dtype, tolerance: float) -> None:
     compare([Layer(gate, 2) for gate in PRESETS.values()], 2, dtype, tolerance)
+
+
+@pytest.mark.parametrize("tensor_parallel", [1, 2, 4])
+def test_a_projection_outside_of_fp8(tensor_parallel: int) -> None:
+    """It is the same gate, with the same gradients, though linear_qkv computes other logits."""
+    cases = [Layer(gate, 2) for gate in (*PRESETS.values(), *COMBINATIONS) if gate.is_fused]
+    compare(cases, tensor_parallel, torch.float64, 1e-12, precision=GatePrecision.FP32)
+    if tensor_parallel > 1:
+        compare(cases, tensor_parallel, torch.float64, 1e-12, precision=GatePrecision.FP32, sequence_parallel=True)
+    with pytest.raises(AssertionError, match="differs by"):
+        compare(cases[:1], tensor_parallel, torch.float64, 1e-3, precision=GatePrecision.FP8)
+
+
+def test_activation_and_product_in_bf16() -> None:
+    """Asked for, they are; unasked, they are in fp32 and nearer to the truth."""
+    gate = PRESETS["sdpa-elementwise"]
+    y, logits = draw((64, 2, 8, 8), 13), draw((64, 2, 8, 8), 14)
+    truth = y * torch.sigmoid(logits)
+    y, logits = y.bfloat16(), logits.bfloat16()
+    narrow, wide = (_activate_and_combine(y, logits, gate, in_own_dtype) for in_own_dtype in (True, False))
+    assert narrow.dtype == wide.dtype == torch.bfloat16
+    assert torch.equal(narrow, y * torch.sigmoid(logits))
+    assert torch.equal(wide, (y.float() * torch.sigmoid(logits.float())).bfloat16())
+    assert (narrow - truth).square().mean() > (wide - truth).square().mean()
+    compare([Layer(preset, 2) for preset in PRESETS.values()], 2, torch.bfloat16, 3e-2, precision=GatePrecision.BF16)
 
 
 def gates() -> st.SearchStrategy[GateConfig]:

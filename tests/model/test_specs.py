@@ -5,8 +5,10 @@ from unittest import mock
 import pytest
 import torch
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megagate.errors import UserError
 from megagate.gate import PRESETS, GateConfig
 from megagate.model import builder
 from megagate.model.attention import GatedSelfAttention
@@ -15,6 +17,7 @@ from megagate.model.specs import hybrid_stack_spec
 
 
 def config(**settings) -> TransformerConfig:
+    settings = {"transformer_impl": "local"} | settings
     return TransformerConfig(num_layers=2, hidden_size=16, num_attention_heads=2, **settings)
 
 
@@ -51,7 +54,15 @@ def test_the_config_says_whether_the_attention_output_changes(preset: str) -> No
 
 
 def test_expert_parameters_reduce_over_expert_groups() -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
-    model[1].is_expert = True
+    experts = SequentialMLP.__new__(SequentialMLP)
+    torch.nn.Module.__init__(experts)
+    experts.linear = torch.nn.Linear(2, 2)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), experts)
     assert builder.separate_expert_parameters([model]) == [model]
     assert [getattr(parameter, "allreduce", True) for parameter in model.parameters()] == [True, True, False, False]
+
+
+def test_without_transformer_engine_its_layers_are_refused() -> None:
+    """Megatron would build them of mock objects."""
+    with pytest.raises(UserError, match="--transformer-impl transformer_engine needs Transformer Engine"):
+        hybrid_stack_spec(config(transformer_impl="transformer_engine"), GateConfig())

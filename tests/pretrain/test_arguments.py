@@ -6,18 +6,19 @@ from pathlib import Path
 import pytest
 
 from megagate.errors import UserError
-from megagate.pretrain import arguments, layout
+from megagate.pretrain import arguments, backend, layout
 from megagate.pretrain.arguments import NOT_AVAILABLE, POSITIVE, build_parser, check_data, read
 from tests.training import MODEL, RUN, TINY
 
 DENSE = [*MODEL, *RUN]
 
 OWN_FLAGS = """
---allow-data-change --allow-fresh-start --dry-run --gate-activation --gate-combine --gate-granularity --gate-init-bias
---gate-init-std --gate-input --gate-lr-mult --gate-position --gate-preset --gate-row-alignment --gate-sharing
---gate-warm-start --gate-wd-mult --keep-every --keep-last --model-impl --no-async-save
---no-dist-ckpt-optim-fully-reshardable --omit --rank
---recipe --sdpa-output-activation --sdpa-output-norm --spike-deviations --spike-patience --spike-policy
+--allow-data-change --allow-fresh-start --dry-run --fp8-dot-product-attention --fp8-multi-head-attention
+--gate-activation --gate-combine --gate-granularity --gate-init-bias --gate-init-std --gate-input --gate-lr-mult
+--gate-position --gate-precision --gate-preset --gate-row-alignment --gate-sharing --gate-warm-start --gate-wd-mult
+--keep-every --keep-last --model-impl --no-async-save --no-dist-ckpt-optim-fully-reshardable --no-moe-permute-fusion
+--no-moe-router-fusion --omit --rank --recipe --sdpa-output-activation --sdpa-output-norm --spike-deviations
+--spike-patience --spike-policy
 --spike-rollback --spike-warmup --telemetry-interval --telemetry-rows --verbose --world-size
 """.split()
 
@@ -170,7 +171,7 @@ def test_megatrons_own_gate_flag_is_a_preset() -> None:
         ([*DENSE, "--hiden-size", "3"], r"--hiden-size is no flag; did you mean --hidden-size"),
         (
             [*DENSE, "--transformer-impl", "transformer_engine"],
-            r"--transformer-impl transformer_engine is not there yet",
+            r"--transformer-impl transformer_engine needs a GPU, and there is none here: .*--dry-run checks it",
         ),
         ([*DENSE, "--hybrid-layer-pattern", "*M*-"], r"has 'M', for which there is no layer yet"),
         ([*DENSE, "--hybrid-layer-pattern", "*E"], r"has expert layers \(E\), but --num-experts is not given"),
@@ -210,14 +211,14 @@ def test_zero_is_refused_by_name(name: str) -> None:
 
 
 def test_fusions_of_other_packages_are_off_also_where_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arguments, "on_cpu", lambda: False)
+    for module in (arguments, backend):
+        monkeypatch.setattr(module, "on_cpu", lambda: False)
     args = read([*TINY, "--moe-permute-fusion"])
     assert not (args.apply_rope_fusion or args.gradient_accumulation_fusion or args.moe_permute_fusion)
     assert args.distributed_backend == "nccl"
 
 
 UNAVAILABLE_FLAGS = {
-    "fp8": ["--fp8-format", "hybrid"],
     "fp4": ["--fp4-format", "e2m1"],
     "multi_latent_attention": ["--multi-latent-attention"],
     "fp32_residual_connection": ["--fp32-residual-connection"],

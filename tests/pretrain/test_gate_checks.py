@@ -23,6 +23,7 @@ def check() -> Callable[[list[str]], None]:
     def check_command_line(argv: list[str]) -> None:
         args = parser.parse_args(argv)
         args.hybrid_layer_pattern = args.hybrid_layer_pattern or "*-"
+        args.transformer_impl = "local"
         gate_checks.check_gate(args, gate_config_from_args(args))
 
     return check_command_line

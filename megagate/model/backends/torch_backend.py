@@ -5,19 +5,19 @@ sequence parallelism and its local attention refuses context parallelism and mat
 embedding and cross entropy are ours for speed alone.
 """
 
-import contextlib
 from functools import partial
 from typing import Any
 
 from megatron.core.models.backends import LocalSpecProvider
-from megatron.core.models.hybrid.hybrid_block import HybridStack
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, get_cuda_rng_tracker
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megagate.model.backends import functions
 from megagate.model.backends.attention import TorchCoreAttention
 from megagate.model.backends.experts import TorchExperts
-from megagate.model.backends.norm import build_norm
+from megagate.model.backends.norm import build_norm, norm_class
+from megagate.model.backends.stack import Stack
 
 ARGUMENTS: dict[str, bool] = {
     # In Transformer Engine.
@@ -49,6 +49,10 @@ class TorchBackend(LocalSpecProvider):
         """Return the norm builder; the kind of norm is read from the config when it is built."""
         return build_norm
 
+    def norm_class(self, config: TransformerConfig) -> type:
+        """Return the norm that the config names."""
+        return norm_class(config)
+
     def core_attention(self) -> type:
         """Return the core attention module."""
         return TorchCoreAttention
@@ -58,9 +62,13 @@ class TorchBackend(LocalSpecProvider):
         linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
         return partial(TorchExperts, submodules=linears)
 
+    def stack(self) -> type[Stack]:
+        """Return the stack of layers."""
+        return TorchHybridStack
 
-class TorchHybridStack(HybridStack):
-    """Megatron's stack of layers with a final norm that needs no Transformer Engine, and with GPT's dropout."""
+
+class TorchHybridStack(Stack):
+    """The stack of layers with a final norm that needs no Transformer Engine."""
 
     def __init__(self, *args: Any, post_layer_norm: bool = True, **kwargs: Any) -> None:
         super().__init__(*args, post_layer_norm=False, **kwargs)
@@ -69,13 +77,3 @@ class TorchHybridStack(HybridStack):
             self.final_norm = build_norm(
                 config=self.config, hidden_size=self.config.hidden_size, eps=self.config.layernorm_epsilon
             )
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the layers.
-
-        Under sequence parallelism tensor-parallel ranks hold different tokens, so their dropout must differ. Megatron's
-        GPT stack sees to that, its hybrid stack does not.
-        """
-        separate_stream = self.config.sequence_parallel and self.training
-        with get_cuda_rng_tracker().fork() if separate_stream else contextlib.nullcontext():
-            return super().forward(*args, **kwargs)
