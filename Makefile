@@ -24,7 +24,7 @@ OLD_VENV = .venv here does not run Python 3.12 or newer: remove it with `rm -r .
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-full lint bench clean
+.PHONY: help venv te-env demo test test-full test-te lint bench clean
 
 help:  ## list these commands
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | while IFS='|' read -r name text; do \
@@ -32,6 +32,9 @@ help:  ## list these commands
 
 venv: $(STAMP)  ## make .venv and install megagate into it
 	@echo "$(VENV) is ready"
+
+te-env: $(STAMP)  ## make .venv-te: .venv with Transformer Engine, which is compiled once
+	@.ci/te_env
 
 demo: $(STAMP)  ## train and evaluate a small gated model and its baseline on this machine
 	@$(PYTHON) examples/quickstart/run.py
@@ -41,6 +44,9 @@ test: $(STAMP)  ## the tests that fit a laptop
 
 test-full: $(STAMP)  ## every test, the whole matrix of parallel layouts included
 	@$(PYTHON) -m pytest
+
+test-te: te-env  ## tests with the real Transformer Engine, on any machine
+	@.venv-te/bin/python -m pytest tests/te -n $(WORKERS)
 
 lint: $(STAMP)  ## style, formatting and types
 	@$(PYTHON) -m ruff check
