@@ -18,8 +18,7 @@ OWN_FLAGS = """
 --gate-position --gate-precision --gate-preset --gate-row-alignment --gate-sharing --gate-warm-start --gate-wd-mult
 --keep-every --keep-last --model-impl --no-async-save --no-dist-ckpt-optim-fully-reshardable --no-moe-permute-fusion
 --no-moe-router-fusion --omit --rank --recipe --sdpa-output-activation --sdpa-output-norm --spike-deviations
---spike-patience --spike-policy
---spike-rollback --spike-warmup --telemetry-interval --telemetry-rows --verbose --world-size
+--spike-patience --spike-policy --spike-rollback --spike-warmup --telemetry-interval --telemetry-rows --verbose --world-size
 """.split()
 
 
