@@ -94,7 +94,8 @@ def build(variant: str, auxiliary_coefficient: float = AUXILIARY_COEFFICIENT) ->
     if variant == MEGATRONS_GATE:
         attention = spec.submodules.attention_layer.submodules.self_attention
         attention.module = SelfAttention
-        del attention.params["gate"], attention.params["recompute_gate"]
+        for name in ("gate", "recompute_gate", "gate_fusion"):
+            del attention.params[name]
     if variant == MEGATRONS_LAYERS:
         use_local_layers(spec)
     return HybridModel(

@@ -34,6 +34,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from megatron.core.utils import get_pg_rank
 from torch import Tensor, nn
 
+from megagate.gate import fused
 from megagate.gate.config import (
     GateConfig,
     GateInput,
@@ -68,6 +69,7 @@ class GatedSelfAttention(SelfAttention):
         recompute_gate: rebuild gated tensors in the backward pass instead of storing them.
         precision: of the gate's projection, activation and product; if None, the projection is computed as linear_qkv
             is, and the others in fp32.
+        gate_fusion: compute the gate in one kernel where `megagate.gate.fused` can; otherwise torch.compile fuses it.
 
     Parameters besides Megatron's, where the gate needs them:
         gate_constant: [h*t], logits of the input-independent gate; zero at first.
@@ -83,6 +85,7 @@ class GatedSelfAttention(SelfAttention):
         gate: GateConfig,
         recompute_gate: bool = False,
         precision: GatePrecision | None = None,
+        gate_fusion: bool = True,
         **kwargs: Any,
     ) -> None:
         layout = QKVLayout(config.num_attention_heads, config.num_query_groups, config.kv_channels, gate)
@@ -99,6 +102,8 @@ class GatedSelfAttention(SelfAttention):
         if self.projects_apart:
             # Its weight gets gradients from two products, which a kernel that adds to main_grad would not know.
             self.linear_qkv.fuse_wgrad_accumulation = False
+        # The kernel computes in fp32.
+        self.gate_fusion = gate_fusion and fused.is_available() and not self.in_own_dtype
         heads = config.num_attention_heads // self.world_size
         if gate.input == GateInput.CONSTANT:
             self.gate_constant = _head_parameter(config, heads * layout.gate_channels, 0.0)
@@ -266,10 +271,21 @@ class GatedSelfAttention(SelfAttention):
 
         Whatever is gated passes through here, and so can be observed here.
         """
+        if self.gate_fusion and fused.supports(y, logits, self.gate):
+            if self.sums_scores_over_ranks:
+                return self._rebuildable(
+                    partial(fused.apply_scores, combine=self.gate.combine), y, self.scores(logits), saves_products=False
+                )
+            return self._rebuildable(partial(fused.fused_gate, config=self.gate), y, logits, saves_products=False)
         if self.gate.sharing == GateSharing.HEAD_SHARED:
             return self._rebuildable(partial(_combine, gate=self.gate), y, self.scores(logits))
         own = self.in_own_dtype
         return self._rebuildable(partial(_activate_and_combine, gate=self.gate, in_own_dtype=own), y, logits)
+
+    @property
+    def sums_scores_over_ranks(self) -> bool:
+        """Whether a score is a mean over the heads of several ranks."""
+        return self.gate.sharing == GateSharing.HEAD_SHARED and self.world_size > 1
 
     def scores(self, logits: Tensor) -> Tensor:
         """Return the scores of the logits [s, b, *heads, t]; for head-shared gates their mean over all heads.
@@ -287,9 +303,9 @@ class GatedSelfAttention(SelfAttention):
             reduce_from_tensor_model_parallel_region(mean, group=group) / self.world_size, group=group
         )
 
-    def _rebuildable(self, function: Any, *inputs: Tensor) -> Tensor:
+    def _rebuildable(self, function: Any, *inputs: Tensor, saves_products: bool = True) -> Tensor:
         if self.rebuilt and torch.is_grad_enabled():
-            return self.rebuilt.apply(function, *inputs)
+            return self.rebuilt.apply(function, *inputs, saves_products=saves_products)
         return function(*inputs)
 
 

@@ -82,6 +82,7 @@ def model_config(args: argparse.Namespace) -> HybridModelConfig | GPTModelConfig
         config,
         gate,
         recompute_gate=args.recompute_gate,
+        gate_fusion=getattr(args, "gate_fusion", True),
         precision=None if precision is None else GatePrecision(precision),
     )
     model: HybridModelConfig | GPTModelConfig
@@ -95,7 +96,7 @@ def model_config(args: argparse.Namespace) -> HybridModelConfig | GPTModelConfig
         model.pre_wrap_hooks.append(size_expert_metrics)
     if args.use_cpu_initialization:
         model.pre_wrap_hooks.append(partial(initialize_by_name, seed=args.seed))
-    # Likewise.
+    # A checkpoint's arguments can be older than these two, as above.
     std, bias = getattr(args, "gate_init_std", None), getattr(args, "gate_init_bias", None)
     if std is not None or bias is not None:
         model.pre_wrap_hooks.append(partial(initialize_gates, std=std, bias=bias))

@@ -18,9 +18,16 @@ class Rebuilt:
     def __init__(self) -> None:
         self._products: dict[int, tuple[Tensor, Callable[[], Tensor]]] = {}
 
-    def apply(self, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        """Return `function(*inputs)`, which must be a new contiguous tensor and depend on nothing random."""
-        product: Any = checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
+    def apply(self, function: Callable[..., Tensor], *inputs: Tensor, saves_products: bool = True) -> Tensor:
+        """Return `function(*inputs)`, which must be a new contiguous tensor and depend on nothing random.
+
+        A function that saves nothing but its inputs need not be watched: `saves_products` is false then.
+        """
+        product: Any
+        if saves_products:
+            product = checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
+        else:
+            product = function(*inputs)
         detached = [tensor.detach() for tensor in inputs]
         # The product is kept until the context ends, so that nothing else can come to lie at its address.
         self._products[product.untyped_storage().data_ptr()] = product, lambda: function(*detached)

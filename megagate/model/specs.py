@@ -44,6 +44,7 @@ def hybrid_stack_spec(
     *,
     recompute_gate: bool = False,
     precision: GatePrecision | None = None,
+    gate_fusion: bool = True,
 ) -> ModuleSpec:
     """Return the spec of a stack whose attention layers have `gate`.
 
@@ -55,6 +56,7 @@ def hybrid_stack_spec(
         gate: any.
         recompute_gate: rebuild gated tensors in the backward pass instead of storing them.
         precision: of the gate.
+        gate_fusion: compute the gate in one kernel where that is possible.
     """
     backend = BACKENDS[config.transformer_impl]()
     norm, row_parallel = backend.layer_norm(), backend.row_parallel_linear()
@@ -67,10 +69,10 @@ def hybrid_stack_spec(
     reads_input = gate.position == GatePosition.OUTPUT or projects_apart(config, gate, precision)
     input_norm, linear_qkv = apart if reads_input else (norm_before, linear)
 
+    options = {"gate": gate, "recompute_gate": recompute_gate, "precision": precision, "gate_fusion": gate_fusion}
     attention = ModuleSpec(
         module=SelfAttention if gate.is_baseline else GatedSelfAttention,
-        params={"attn_mask_type": AttnMaskType.causal}
-        | ({} if gate.is_baseline else {"gate": gate, "recompute_gate": recompute_gate, "precision": precision}),
+        params={"attn_mask_type": AttnMaskType.causal} | ({} if gate.is_baseline else options),
         submodules=SelfAttentionSubmodules(
             linear_qkv=linear_qkv,
             core_attention=backend.core_attention(),

@@ -261,6 +261,12 @@ def _add_own_arguments(parser: argparse.ArgumentParser) -> None:
             dest=f"moe_{what}_fusion",
             help=f"leave out Transformer Engine's fused {what}, which is used where it is installed",
         )
+    group.add_argument(
+        "--no-gate-fusion",
+        action="store_false",
+        dest="gate_fusion",
+        help="compute the gate with compiled torch operators on a GPU, instead of the Triton kernel",
+    )
     add_gate_training_arguments(parser)
     add_fp8_arguments(parser)
     add_telemetry_arguments(parser)

@@ -4,6 +4,7 @@ Everything is random, norms and biases of the projection too. The layer is the o
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -107,25 +108,11 @@ def expected_results(case: Layer) -> dict[str, Tensor]:
     return results | {name: weight.grad for name, weight in own.items() if weight is not None}
 
 
-def layer_results(
-    case: Layer,
-    tensor_parallel: int,
-    dtype: torch.dtype,
-    recompute_gate: bool = False,
-    precision: GatePrecision | None = None,
-    sequence_parallel: bool = False,
-) -> dict[str, Tensor]:
-    """Return this rank's output and gradients of the layer, named by parameter.
-
-    With `precision`, linear_qkv gets the gate's columns wrong by far, as an FP8 product gets them a little wrong.
-    """
-    from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.core.transformer.spec_utils import build_module
+def layer_config(case: Layer, tensor_parallel: int, dtype: torch.dtype, sequence_parallel: bool = False) -> Any:
+    """Return Megatron's configuration of a layer."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from megagate.model.specs import hybrid_stack_spec
-
-    config = TransformerConfig(
+    return TransformerConfig(
         num_layers=1,
         hidden_size=HIDDEN,
         num_attention_heads=case.heads,
@@ -144,11 +131,35 @@ def layer_results(
         transformer_impl="local",
         sequence_parallel=sequence_parallel,
     )
-    config.fp8 = None if precision is None else "hybrid"
-    stack = hybrid_stack_spec(config, case.gate, recompute_gate=recompute_gate, precision=precision)
+
+
+def build(stack: Any, config: Any) -> Any:
+    """Return the attention layer of a stack's spec."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.spec_utils import build_module
+
     spec = stack.submodules.attention_layer.submodules.self_attention
     collection = ProcessGroupCollection.use_mpu_process_groups()
-    layer = build_module(spec, config=config, layer_number=1, pg_collection=collection)
+    return build_module(spec, config=config, layer_number=1, pg_collection=collection)
+
+
+def layer_results(
+    case: Layer,
+    tensor_parallel: int,
+    dtype: torch.dtype,
+    recompute_gate: bool = False,
+    precision: GatePrecision | None = None,
+    sequence_parallel: bool = False,
+) -> dict[str, Tensor]:
+    """Return this rank's output and gradients of the layer, named by parameter.
+
+    With `precision`, linear_qkv gets the gate's columns wrong by far, as an FP8 product gets them a little wrong.
+    """
+    from megagate.model.specs import hybrid_stack_spec
+
+    config = layer_config(case, tensor_parallel, dtype, sequence_parallel)
+    config.fp8 = None if precision is None else "hybrid"
+    layer = build(hybrid_stack_spec(config, case.gate, recompute_gate=recompute_gate, precision=precision), config)
 
     if precision is not None and case.gate.is_fused:
         wrong = 1 + 7 * layer.local_rows(case.layout.gate_row_mask())

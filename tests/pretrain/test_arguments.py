@@ -16,9 +16,10 @@ OWN_FLAGS = """
 --allow-data-change --allow-fresh-start --dry-run --fp8-dot-product-attention --fp8-multi-head-attention
 --gate-activation --gate-combine --gate-granularity --gate-init-bias --gate-init-std --gate-input --gate-lr-mult
 --gate-position --gate-precision --gate-preset --gate-row-alignment --gate-sharing --gate-warm-start --gate-wd-mult
---keep-every --keep-last --model-impl --no-async-save --no-dist-ckpt-optim-fully-reshardable --no-moe-permute-fusion
---no-moe-router-fusion --omit --rank --recipe --sdpa-output-activation --sdpa-output-norm --spike-deviations
---spike-patience --spike-policy --spike-rollback --spike-warmup --telemetry-interval --telemetry-rows --verbose --world-size
+--keep-every --keep-last --model-impl --no-async-save --no-dist-ckpt-optim-fully-reshardable --no-gate-fusion
+--no-moe-permute-fusion --no-moe-router-fusion --omit --rank --recipe --sdpa-output-activation --sdpa-output-norm
+--spike-deviations --spike-patience --spike-policy --spike-rollback --spike-warmup --telemetry-interval
+--telemetry-rows --verbose --world-size
 """.split()
 
 

@@ -1,0 +1,119 @@
+"""Attention layers that use the fused gate, in Triton's interpreter.
+
+tests/gate/test_fused.py runs it, as `TRITON_INTERPRET=1 python -m pytest tests/model/in_interpreter.py` does.
+"""
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+import torch
+import triton
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from torch import Tensor
+
+from benchmarks.memory import CHANNELS, HEADS, SEQUENCE, Allocations, held_for_backward
+from megagate.gate import PRESETS, GateConfig, describe, fused
+from megagate.model.attention import GatedSelfAttention
+from tests.model import test_attention
+from tests.model.test_attention import COMBINATIONS, Layer, assembled, expected_results, layer_results, worst
+
+assert triton.knobs.runtime.interpret
+
+GATES = [gate for gate in (*PRESETS.values(), *COMBINATIONS) if gate.has_gate]
+SHARED_CONSTANT = GateConfig(position="sdpa", input="constant", sharing="head-shared")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_group() -> Iterator[None]:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    model_parallel_cuda_manual_seed(1)
+    yield
+    parallel_state.destroy_model_parallel()
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Use the kernels as on a GPU; returns the list to which each use of one adds its gate's activation."""
+    used: list[str] = []
+    apply = fused.FusedGate.apply
+
+    def counted(y: Tensor, logits: Tensor, activation: str, *options: object) -> Tensor:
+        used.append(str(activation))
+        return apply(y, logits, activation, *options)
+
+    monkeypatch.setattr(fused, "is_available", lambda: True)
+    monkeypatch.setattr(fused.FusedGate, "apply", counted)
+    monkeypatch.setattr(test_attention, "SEQUENCE", 5)  # the interpreter takes its time
+    return used
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("gate", GATES, ids=describe)
+@pytest.mark.parametrize("recompute_gate", [False, True], ids=["stored", "rebuilt"])
+def test_layer(gate: GateConfig, recompute_gate: bool, launches: list[str]) -> None:
+    case = Layer(gate, 2)
+    actual = assembled([layer_results(case, 1, torch.float32, recompute_gate)])
+    if gate == SHARED_CONSTANT:
+        assert not launches
+    else:
+        # Rebuilding what the next layer has saved is one more; the output gate's product is the layer's result.
+        again = recompute_gate and gate.position != "output"
+        assert set(launches) == {gate.activation}
+        assert len(launches) >= 1 + again
+    error, name = worst(actual, expected_results(case))
+    assert error <= 1e-5, f"{name} differs by {error:.1e}"
+
+
+@pytest.mark.parametrize("combine", ["multiply", "add"])
+def test_mean_over_heads_of_several_ranks(combine: str, launches: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer that takes itself for one of several sums over its group, which has one rank, before the kernel."""
+    case = Layer(GateConfig(position="sdpa", sharing="head-shared", combine=combine), 2)
+    scores = GatedSelfAttention.scores
+    seen = []
+
+    def watched(self: GatedSelfAttention, logits: Tensor) -> Tensor:
+        seen.append(logits.shape)
+        return scores(self, logits)
+
+    monkeypatch.setattr(GatedSelfAttention, "scores", watched)
+    monkeypatch.setattr(GatedSelfAttention, "sums_scores_over_ranks", True)
+    actual = assembled([layer_results(case, 1, torch.float32)])
+    assert len(seen) == 1
+    assert launches == ["identity"]
+    error, name = worst(actual, expected_results(case))
+    assert error <= 1e-5, f"{name} differs by {error:.1e}"
+
+
+def test_no_scores_are_kept(launches: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stored, a layer keeps the gated tensor and its gate logits; rebuilt, the logits alone."""
+    held_bytes = Allocations.held_bytes
+
+    def without_garbage(self: Allocations, *others: Tensor) -> int:
+        gc.collect()  # the interpreter's closures hold what it was given
+        return held_bytes(self, *others)
+
+    monkeypatch.setattr(Allocations, "held_bytes", without_garbage)
+    product = 2 * SEQUENCE * HEADS * CHANNELS  # bytes of bf16
+    baseline = held_for_backward(PRESETS["baseline"])
+    gate = PRESETS["sdpa-elementwise"]
+    assert held_for_backward(gate, recompute_gate=True) == baseline + product
+    assert held_for_backward(gate) == baseline + 2 * product
+    assert launches
+
+
+def test_the_flag_turns_it_off(launches: list[str]) -> None:
+    from megagate.model.specs import hybrid_stack_spec
+    from tests.model.test_attention import layer_config
+
+    case = Layer(PRESETS["sdpa-elementwise"], 2)
+    config = layer_config(case, 1, torch.float32)
+    for gate_fusion in (True, False):
+        stack = hybrid_stack_spec(config, case.gate, gate_fusion=gate_fusion)
+        layer = test_attention.build(stack, config)
+        layer(torch.randn(3, 1, test_attention.HIDDEN), attention_mask=None)
+        assert bool(launches) == gate_fusion
+        launches.clear()
