@@ -76,6 +76,7 @@ FORWARD_ONLY: dict[str, Any] = {
     "recompute_method": None,
     "recompute_num_layers": None,
     "moe_layer_recompute": False,
+    "gradient_accumulation_fusion": False,
     # Experts that drop what exceeds their capacity would make a token's loss depend on its batch.
     "moe_expert_capacity_factor": None,
     "moe_pad_expert_input_to_capacity": False,

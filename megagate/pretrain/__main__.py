@@ -29,10 +29,12 @@ def main() -> int:
     stream = None if "--verbose" in sys.argv else output.quiet()
 
     import megagate.platform  # before Megatron
-    from megagate.platform import cpu
+    from megagate.platform import apex, cpu
 
     if not wants_help:
         cpu.announce()
+        if os.environ["RANK"] == "0" and apex.notice():
+            print(f"megagate: {apex.notice()}", flush=True)
     if megagate.platform.on_cpu():
         cpu.activate_training()
     from megagate.pretrain.arguments import parse

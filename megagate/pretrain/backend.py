@@ -8,7 +8,7 @@ import argparse
 
 from megagate.errors import UserError
 from megagate.model.backends import te_backend, torch_backend
-from megagate.platform import on_cpu
+from megagate.platform import apex, on_cpu
 
 INSTALL = "pip install --no-build-isolation 'transformer-engine[pytorch]'"
 
@@ -85,6 +85,8 @@ def set_fusions(args: argparse.Namespace) -> None:
         te_backend.set_fusions(args)
     else:
         vars(args).update(torch_backend.ARGUMENTS)
+        # Megatron's default, of which NVIDIA's Apex has the kernel.
+        args.gradient_accumulation_fusion &= apex.has_fused_weight_gradients()
 
 
 def stand_in(args: argparse.Namespace) -> str | None:

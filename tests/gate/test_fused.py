@@ -15,8 +15,6 @@ import pytest
 from megagate.gate import GateConfig, fused
 from tests.distributed import ROOT
 
-pytest.importorskip("triton", reason="the kernels are written in Triton, which is not installed")
-
 HERE = Path(__file__).parent
 
 

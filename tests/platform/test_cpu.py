@@ -66,7 +66,6 @@ def train_without_argument(layout: str, name: str) -> None:
 
 
 GPU_FLAGS = {
-    "gradient_accumulation_fusion": [],  # Megatron's default
     "apply_rope_fusion": [],  # Megatron's default
     "moe_grouped_gemm": ["--moe-grouped-gemm"],
     "moe_permute_fusion": ["--moe-permute-fusion"],

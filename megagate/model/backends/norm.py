@@ -9,6 +9,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from megagate.gate.functional import at_least_fp32
+from megagate.platform import apex
 
 
 class RootMeanSquare(torch.autograd.Function):
@@ -63,6 +64,9 @@ class RMSNorm(nn.Module):
         """Normalise [..., hidden_size]; statistics in fp32 or better, result in the input's dtype."""
         if not hidden.is_cuda:
             return RootMeanSquare.apply(hidden, _gamma(self), self.eps)
+        fused = apex.fused_rms_norm()
+        if fused and hidden.dtype == self.weight.dtype and not self.zero_centered_gamma:
+            return fused(hidden, self.weight, self.weight.shape, self.eps)
         if self.zero_centered_gamma:
             wide = at_least_fp32(hidden)
             return functional.rms_norm(wide, self.weight.shape, _gamma(self), self.eps).to(hidden.dtype)

@@ -26,8 +26,6 @@ ARGUMENTS: dict[str, bool] = {
     "moe_router_fusion": False,
     "cross_entropy_loss_fusion": False,
     "tp_comm_overlap": False,
-    # In NVIDIA's Apex.
-    "gradient_accumulation_fusion": False,
 }
 """Values of Megatron's arguments for fusions that need other packages (destination name -> value).
 
