@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from megagate.gate import PRESETS
+from megagate.gate import PRESETS, SWITCH_HEAD_PRESETS, preset
 from megagate.gate.config import add_gate_arguments
 from megagate.pretrain.parser import Parser
 
@@ -31,6 +31,13 @@ def test_presets_and_their_parameters() -> None:
             product *= factor
         assert product == expected, name
         assert int(added.replace(",", "")) == LAYERS * expected, name
+
+
+def test_parameters_of_switch_head() -> None:
+    table = {row[0].strip("`"): int(row[-1].replace(",", "")) for row in rows("Switch-Head")}
+    assert list(table) == [*SWITCH_HEAD_PRESETS, "value-headwise"]
+    for name, added in table.items():
+        assert added == LAYERS * preset(name).added_parameters(SHAPE["H"], SHAPE["q"], SHAPE["g"], SHAPE["d"]), name
 
 
 def test_axes_are_the_flags_with_their_values() -> None:

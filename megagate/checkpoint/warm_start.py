@@ -53,6 +53,11 @@ def choose_start(args: argparse.Namespace) -> Path | None:
         return choose_checkpoint(args)
     if gate_config_from_args(args).is_baseline:
         raise UserError("--gate-warm-start has no effect without a gate: choose a --gate-preset, or leave it out")
+    if gate_config_from_args(args).is_switch_head:
+        raise UserError(
+            "--gate-warm-start cannot make several experts of an ungated model's one projection: train a Switch-Head "
+            "model from scratch, or choose another --gate-preset"
+        )
     if args.finetune:
         raise UserError(
             "--finetune would start the gated run anew at each restart, and is implied at the first: leave it out "

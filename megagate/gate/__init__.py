@@ -5,6 +5,7 @@ Start with `config` for what a gate can be, `functional` for what it computes, a
 
 from megagate.gate.config import (
     PRESETS,
+    SWITCH_HEAD_PRESETS,
     GateActivation,
     GateCombine,
     GateConfig,
@@ -24,6 +25,7 @@ from megagate.gate.layout import QKVActivations, QKVLayout, QKVWeights
 
 __all__ = [
     "PRESETS",
+    "SWITCH_HEAD_PRESETS",
     "GateActivation",
     "GateCombine",
     "GateConfig",

@@ -4,7 +4,9 @@ One frozen dataclass, :class:`GateConfig`, says which gate a model has. The comm
 attention layer all read it, and the command-line flags are generated from it, so that an axis is described once.
 Combinations that cannot be computed, or in which an axis would silently have no effect, are refused here and nowhere
 else. Source of the axes and of the presets: Qiu et al. 2025, "Gated Attention for Large Language Models",
-arXiv 2505.06708, sections 2 and 3.
+arXiv 2505.06708, sections 2 and 3. Switch-Head, which its appendix compares with, is Csordas et al. 2023,
+arXiv 2312.07987: several projections of the values, or of keys and values, each with a score of its own, so that a
+headwise value gate is Switch-Head with a single expert.
 """
 
 import argparse
@@ -25,6 +27,7 @@ class GatePosition(StrEnum):
     KEY = "key"  # G3: the key heads, after their projection, before QK-norm and rotary embedding
     QUERY = "query"  # G4: the query heads, after their projection, before QK-norm and rotary embedding
     OUTPUT = "output"  # G5: the output projection's result, before the residual addition
+    KEY_VALUE = "key-value"  # G3 and G2 by the same scores; Switch-Head only
 
 
 class GateGranularity(StrEnum):
@@ -95,7 +98,7 @@ class GateConfig:
         metadata={
             "help": "The tensor that is gated: each head's attention output (sdpa), the value, key or query heads "
             "right after their projection (before QK-norm and rotary embedding), or the output projection's "
-            "result (output)."
+            "result (output); keys and values by the same scores (key-value) under Switch-Head only."
         },
     )
     granularity: GateGranularity = field(
@@ -140,7 +143,23 @@ class GateConfig:
         metadata={
             "help": "Headwise gates only (others ignore it, so that one recipe serves all): pad the gate rows of each "
             "KV group in linear_qkv with zero rows to a multiple of this, for FP8 kernels. It belongs to the "
-            "checkpoint's shape; a run's parallel sizes do not change it."
+            "checkpoint's shape; a run's parallel sizes do not change it.",
+            "metavar": "ROWS",
+        },
+    )
+    switch_head_experts: int = field(
+        default=1,
+        metadata={
+            "help": "Switch-Head: project each value head (--gate-position value), or key and value head (key-value), "
+            "by this many experts, and sum them up, each times its own headwise score.",
+            "metavar": "E",
+        },
+    )
+    switch_head_top_k: int = field(
+        default=1,
+        metadata={
+            "help": "Switch-Head: take only the experts with the K largest scores of a head, token by token.",
+            "metavar": "K",
         },
     )
 
@@ -175,8 +194,36 @@ class GateConfig:
             raise UserError(
                 "--gate-position output has no heads to share scores over: use --gate-sharing head-specific"
             )
+        self._refuse_impossible_experts()
         if self.row_alignment < 1:
             raise UserError(f"--gate-row-alignment must be a positive number of rows, not {self.row_alignment}")
+
+    def _refuse_impossible_experts(self) -> None:
+        experts, top_k = self.switch_head_experts, self.switch_head_top_k
+        if experts < 1:
+            raise UserError(f"--switch-head-experts must be at least 1, not {experts}")
+        if not 1 <= top_k <= experts:
+            raise UserError(
+                f"--switch-head-top-k {top_k} is no number of experts to take of --switch-head-experts {experts}: give "
+                f"1 to {experts}"
+            )
+        if experts == 1:
+            if self.position == GatePosition.KEY_VALUE:
+                raise UserError(
+                    "--gate-position key-value is for Switch-Head: add --switch-head-experts, or gate keys or values"
+                )
+            return
+        if self.position not in (GatePosition.VALUE, GatePosition.KEY_VALUE):
+            raise UserError(
+                f"--switch-head-experts {experts} are projections of values, or of keys and values: use "
+                f"--gate-position value or key-value, not {self.position}"
+            )
+        for name, only in _OF_SWITCH_HEAD.items():
+            if getattr(self, name) != only:
+                raise UserError(
+                    f"--switch-head-experts {experts} have one sigmoid score each in every head, which multiplies: "
+                    f"use {_flag(name)} {only}, not {getattr(self, name)}"
+                )
 
     @property
     def has_gate(self) -> bool:
@@ -212,12 +259,28 @@ class GateConfig:
         """Whether `row_alignment` matters: the gate has rows in linear_qkv, and few of them."""
         return self.is_fused and self.granularity == GateGranularity.HEADWISE
 
+    @property
+    def is_switch_head(self) -> bool:
+        """Whether values, or keys and values, have several projections."""
+        return self.switch_head_experts > 1
+
+    @property
+    def key_experts(self) -> int:
+        """How many projections each key head has."""
+        return self.switch_head_experts if self.position == GatePosition.KEY_VALUE else 1
+
+    @property
+    def value_experts(self) -> int:
+        """How many projections each value head has."""
+        return self.switch_head_experts
+
     def fused_rows_per_group(self, num_attention_heads: int, num_query_groups: int, kv_channels: int) -> int:
         """Return how many rows of linear_qkv, padding not counted, are gate rows in the block of one KV group."""
         if not self.is_fused:
             return 0
         heads = num_attention_heads // num_query_groups if self.is_on_query_heads else 1
-        return heads * (kv_channels if self.granularity == GateGranularity.ELEMENTWISE else 1)
+        channels = kv_channels if self.granularity == GateGranularity.ELEMENTWISE else 1
+        return heads * channels * self.switch_head_experts
 
     def added_parameters(
         self, hidden_size: int, num_attention_heads: int, num_query_groups: int, kv_channels: int
@@ -225,6 +288,7 @@ class GateConfig:
         """Return how many parameters the gate or baseline adds to one layer, as the paper counts (no padding)."""
         if self.is_fused:
             rows = self.fused_rows_per_group(num_attention_heads, num_query_groups, kv_channels)
+            rows += (self.key_experts + self.value_experts - 2) * kv_channels
             return rows * num_query_groups * hidden_size
         if self.position == GatePosition.OUTPUT:
             return hidden_size * hidden_size
@@ -237,10 +301,19 @@ class GateConfig:
 
 _FIELDS = {axis.name: axis for axis in dataclasses.fields(GateConfig)}
 
+_OF_SWITCH_HEAD = {
+    "granularity": GateGranularity.HEADWISE,
+    "sharing": GateSharing.HEAD_SPECIFIC,
+    "combine": GateCombine.MULTIPLY,
+    "activation": GateActivation.SIGMOID,
+}
+"""The scores of Switch-Head."""
+
 
 def _flag(name: str) -> str:
     """Return the command-line flag of the GateConfig field called `name`."""
-    return "--" + (name if name.startswith("sdpa_") else f"gate_{name}").replace("_", "-")
+    own = name.startswith(("sdpa_", "switch_head_"))
+    return "--" + (name if own else f"gate_{name}").replace("_", "-")
 
 
 def _destination(name: str) -> str:
@@ -287,21 +360,39 @@ PRESETS: dict[str, GateConfig] = {
 }
 """Each row of the paper's tables 1, 3 and 4 that differs from the baseline in the gate alone, by name."""
 
+SWITCH_HEAD_PRESETS: dict[str, GateConfig] = {
+    f"switch-head-{short}-{experts}-top-{top_k}": GateConfig(
+        position=position,
+        granularity=GateGranularity.HEADWISE,
+        switch_head_experts=experts,
+        switch_head_top_k=top_k,
+    )
+    for short, position, experts, top_k in (
+        ("kv", GatePosition.KEY_VALUE, 8, 8),
+        ("kv", GatePosition.KEY_VALUE, 4, 4),
+        ("v", GatePosition.VALUE, 4, 4),
+        ("v", GatePosition.VALUE, 8, 2),
+    )
+}
+"""The rows of the paper's table 6, by name; its "v 1 top 1" is value-headwise."""
+
+ALL_PRESETS = PRESETS | SWITCH_HEAD_PRESETS
+
 MEGATRON_GATE_PRESET = "sdpa-elementwise"
 """The preset that is Megatron's own ``--attention-output-gate``: same math, same rows of linear_qkv."""
 
 
 def preset(name: str) -> GateConfig:
     """Return the preset called `name`; raise UserError with the nearest names when there is none."""
-    if name not in PRESETS:
-        hint = nearest(name, PRESETS) or f"; known presets: {', '.join(PRESETS)}"
+    if name not in ALL_PRESETS:
+        hint = nearest(name, ALL_PRESETS) or f"; known presets: {', '.join(ALL_PRESETS)}"
         raise UserError(f"there is no gate preset {name!r}{hint}")
-    return PRESETS[name]
+    return ALL_PRESETS[name]
 
 
 def preset_name(config: GateConfig) -> str | None:
     """Return the name of the preset with the same gate as `config`, whatever its row alignment, or None."""
-    for name, candidate in PRESETS.items():
+    for name, candidate in ALL_PRESETS.items():
         if dataclasses.replace(candidate, row_alignment=config.row_alignment) == config:
             return name
     return None
@@ -321,7 +412,7 @@ def add_gate_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGro
     """Add ``--gate-preset`` and one flag per field of GateConfig to `parser`, each None when not given."""
     group = parser.add_argument_group("gated attention", "which gate the attention has: a preset, or axis by axis")
     group.add_argument(
-        "--gate-preset", metavar="NAME", default=None, help=f"A gate by name, one of: {', '.join(PRESETS)}."
+        "--gate-preset", metavar="NAME", default=None, help=f"A gate by name, one of: {', '.join(ALL_PRESETS)}."
     )
     for name, axis in _FIELDS.items():
         description = f"{axis.metadata['help']} Default: {str(axis.default).lower()}."
@@ -329,7 +420,7 @@ def add_gate_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGro
         if kind is bool:
             group.add_argument(_flag(name), action="store_true", default=None, help=description)
         elif kind is int:
-            group.add_argument(_flag(name), type=int, metavar="ROWS", default=None, help=description)
+            group.add_argument(_flag(name), type=int, metavar=axis.metadata["metavar"], default=None, help=description)
         else:
             choices = [member.value for member in kind]
             group.add_argument(_flag(name), choices=choices, default=None, help=description)

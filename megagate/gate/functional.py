@@ -26,13 +26,20 @@ from megagate.gate.config import (
 
 
 def activate(logits: Tensor, config: GateConfig, in_own_dtype: bool = False) -> Tensor:
-    """Return the gate's activation of `logits`, elementwise, before any sharing.
+    """Return the gate's activation of `logits`, elementwise, before any sharing; of experts, only the largest.
 
     bf16 and fp16 logits are activated, and the scores returned, in fp32 unless `in_own_dtype`; fp32 and fp64 keep
-    theirs.
+    theirs. Under Switch-Head the last dimension is the head's experts, which do not compete (arXiv 2312.07987, section
+    2.2): each has a score of its own, and those that are not among the top k have zero.
     """
-    if not in_own_dtype:
-        logits = at_least_fp32(logits)
+    scores = _activate(logits if in_own_dtype else at_least_fp32(logits), config)
+    if config.switch_head_top_k == config.switch_head_experts:
+        return scores
+    largest = scores.topk(config.switch_head_top_k, dim=-1).indices
+    return scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).scatter(-1, largest, False), 0)
+
+
+def _activate(logits: Tensor, config: GateConfig) -> Tensor:
     match config.activation:
         case GateActivation.SIGMOID:
             return torch.sigmoid(logits)
@@ -61,8 +68,13 @@ def gate_scores(logits: Tensor, config: GateConfig) -> Tensor:
 def apply_gate(y: Tensor, scores: Tensor, config: GateConfig) -> Tensor:
     """Return ``y * scores`` or ``y + scores``, with `scores` broadcast over `y`.
 
-    Computed in the wider dtype of the two and returned in that of `y`.
+    Under Switch-Head `y` [..., heads, e*d] holds what each of e experts makes of a head, and the result [..., heads, d]
+    is their sum, each multiplied by its score of [..., heads, e]. Computed in the wider dtype of the two and returned
+    in that of `y`.
     """
+    if config.is_switch_head:
+        experts = y.unflatten(-1, (config.switch_head_experts, -1))  # [..., heads, e, d]
+        return (experts * scores[..., None]).sum(dim=-2).to(y.dtype)
     gated = y * scores if config.combine == GateCombine.MULTIPLY else y + scores
     return gated.to(y.dtype)
 
@@ -135,8 +147,8 @@ class AttentionWeights:
 
     query: Tensor  # [q*d, H]
     gate: Tensor | None  # rows of a gate that lives in linear_qkv: [q*t, H] (sdpa, query) or [g*t, H] (key, value)
-    key: Tensor  # [g*d, H]
-    value: Tensor  # [g*d, H]
+    key: Tensor  # [g*d, H], with e experts for each head [g*e*d, H]
+    value: Tensor  # likewise
     output: Tensor  # [H, q*d]
     query_norm: Tensor | None = None  # [d], QK-norm; None for none
     key_norm: Tensor | None = None  # [d]
@@ -181,7 +193,8 @@ def reference_attention(
     Raises:
         ValueError: a weight that the gate needs is missing.
 
-    Gates on query, key and value act right after the projections, hence before QK-norm and rotary embedding.
+    Gates on query, key and value, and Switch-Head's sums over experts, act right after the projections, hence before
+    QK-norm and rotary embedding.
     """
     sequence, batch, _ = hidden.shape
 
@@ -192,8 +205,8 @@ def reference_attention(
         return apply_gate(y, gate_scores(logits, config), config)
 
     query = project(weights.query, num_attention_heads)  # [s, b, q, d]
-    key = project(weights.key, num_query_groups)  # [s, b, g, d]
-    value = project(weights.value, num_query_groups)  # [s, b, g, d]
+    key = project(weights.key, num_query_groups)  # [s, b, g, d], with e experts for each head [s, b, g, e*d]
+    value = project(weights.value, num_query_groups)  # likewise
 
     match config.position:
         case GatePosition.QUERY:
@@ -202,6 +215,9 @@ def reference_attention(
             key = gated(key, project(weights.required("gate"), num_query_groups))
         case GatePosition.VALUE:
             value = gated(value, project(weights.required("gate"), num_query_groups))
+        case GatePosition.KEY_VALUE:
+            logits = project(weights.required("gate"), num_query_groups)  # [s, b, g, e]
+            key, value = gated(key, logits), gated(value, logits)
 
     if weights.query_norm is not None:
         query = per_head_rms_norm(query, weights.query_norm, norm_epsilon)

@@ -7,10 +7,12 @@ Megatron shards linear_qkv by whole KV groups, so everything that belongs to a g
 Rows appended after the last block instead would be mixed up, without an error, when a checkpoint is resharded to
 another tensor-parallel size. For the gate sdpa-elementwise the block is exactly Megatron's own
 ``[q x r | gate x r | k | v]``. Headwise gates have few rows, so they are padded to a width that the config fixes;
-elementwise gates are never padded.
+elementwise gates are never padded. Under Switch-Head a group has one row for the score of each expert in place of the
+gate's, and as many times d rows of values, or of keys and values, as there are experts, one expert after the other.
 
 Letters in shapes: q query heads, g KV groups, r = q/g query heads per group, d = kv_channels, H hidden size,
-t = d for elementwise gates and 1 for headwise ones. Head index = group * r + position inside the group.
+t = d for elementwise gates, 1 for headwise ones and the number of experts under Switch-Head, e_k and e_v = projections
+of each key and value head, 1 but under Switch-Head. Head index = group * r + position inside the group.
 A tensor-parallel rank holds g' <= g groups; the functions here read g' from the tensor.
 """
 
@@ -30,8 +32,8 @@ class QKVActivations(NamedTuple):
 
     query: Tensor  # [..., g', r, d]
     gate: Tensor | None  # [..., g', r, t] for sdpa and query gates, [..., g', t] for value and key gates
-    key: Tensor  # [..., g', d]
-    value: Tensor  # [..., g', d]
+    key: Tensor  # [..., g', e_k*d]
+    value: Tensor  # [..., g', e_v*d]
 
 
 class QKVWeights(NamedTuple):
@@ -39,8 +41,8 @@ class QKVWeights(NamedTuple):
 
     query: Tensor  # [g'*r*d, H]
     gate: Tensor | None  # [g'*gate_rows, H]
-    key: Tensor  # [g'*d, H]
-    value: Tensor  # [g'*d, H]
+    key: Tensor  # [g'*e_k*d, H]
+    value: Tensor  # [g'*e_v*d, H]
 
 
 @dataclass(frozen=True)
@@ -78,8 +80,8 @@ class QKVLayout:
 
     @property
     def gate_channels(self) -> int:
-        """t, the scores per head: d or 1."""
-        return self.kv_channels if self.gate.granularity == GateGranularity.ELEMENTWISE else 1
+        """t, the scores per head: d, 1, or the number of experts."""
+        return self.kv_channels if self.gate.granularity == GateGranularity.ELEMENTWISE else self.gate.value_experts
 
     @property
     def gate_rows_padded(self) -> int:
@@ -92,7 +94,7 @@ class QKVLayout:
     @property
     def rows_per_group(self) -> int:
         """Rows of one group's block."""
-        return self.heads_per_group * self.kv_channels + self.gate_rows_padded + 2 * self.kv_channels
+        return sum(self.sections)
 
     @property
     def total_rows(self) -> int:
@@ -100,10 +102,11 @@ class QKVLayout:
         return self.num_query_groups * self.rows_per_group
 
     @property
-    def _sections(self) -> list[int]:
+    def sections(self) -> list[int]:
         """Rows of a block's five parts: query, gate, padding, key, value."""
-        padding = self.gate_rows_padded - self.gate_rows
-        return [self.heads_per_group * self.kv_channels, self.gate_rows, padding, self.kv_channels, self.kv_channels]
+        padding, channels = self.gate_rows_padded - self.gate_rows, self.kv_channels
+        key, value = self.gate.key_experts * channels, self.gate.value_experts * channels
+        return [self.heads_per_group * channels, self.gate_rows, padding, key, value]
 
     def split(self, mixed: Tensor) -> QKVActivations:
         """Separate the output of linear_qkv into heads.
@@ -112,14 +115,15 @@ class QKVLayout:
             mixed: [..., g'*rows_per_group], any dtype; the blocks of whole groups, all of them or a rank's.
 
         Returns:
-            Query [..., g', r, d], gate logits [..., heads, t] or None, key and value [..., g', d], all of them views of
-            `mixed`. The logits have the head dimensions of the tensor they gate, so they broadcast over it.
+            Query [..., g', r, d], gate logits [..., heads, t] or None, key [..., g', e_k*d] and value [..., g', e_v*d],
+            all of them views of `mixed`. The logits have the head dimensions of the tensor they gate, so they broadcast
+            over it.
 
         Raises:
             ValueError: the last dimension is not a whole number of blocks.
         """
         blocks = self._blocks(mixed, -1)  # [..., g', rows_per_group]
-        query, gate, _, key, value = torch.split(blocks, self._sections, dim=-1)
+        query, gate, _, key, value = torch.split(blocks, self.sections, dim=-1)
         query = query.unflatten(-1, (self.heads_per_group, self.kv_channels))
         if not self.gate_rows:
             return QKVActivations(query, None, key, value)
@@ -134,7 +138,7 @@ class QKVLayout:
         dropped. Raises ValueError when the rows are not a whole number of blocks.
         """
         blocks = self._blocks(weight, 0)  # [g', rows_per_group, ...]
-        query, gate, _, key, value = (part.flatten(0, 1) for part in torch.split(blocks, self._sections, dim=1))
+        query, gate, _, key, value = (part.flatten(0, 1) for part in torch.split(blocks, self.sections, dim=1))
         return QKVWeights(query, gate if self.gate_rows else None, key, value)
 
     def merge_weight(self, query: Tensor, gate: Tensor | None, key: Tensor, value: Tensor) -> Tensor:
@@ -145,8 +149,8 @@ class QKVLayout:
         """
         if (gate is None) != (self.gate_rows == 0):
             raise ValueError(f"this layout has {self.gate_rows} gate rows per group, but gate is {type(gate).__name__}")
-        groups = key.shape[0] // self.kv_channels
-        query_rows, gate_rows, padding_rows, key_rows, value_rows = self._sections
+        query_rows, gate_rows, padding_rows, key_rows, value_rows = self.sections
+        groups = key.shape[0] // key_rows
 
         def block(name: str, part: Tensor, rows: int) -> Tensor:
             if part.shape[0] != groups * rows:
@@ -171,7 +175,7 @@ class QKVLayout:
         return self._row_mask(2)
 
     def _row_mask(self, section: int) -> Tensor:
-        parts = [torch.full((rows,), index == section) for index, rows in enumerate(self._sections)]
+        parts = [torch.full((rows,), index == section) for index, rows in enumerate(self.sections)]
         return torch.cat(parts).repeat(self.num_query_groups)
 
     def _blocks(self, tensor: Tensor, dim: int) -> Tensor:

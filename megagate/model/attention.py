@@ -8,8 +8,11 @@ block's output does, the input-independent gate, and the norm of the baseline wi
 Megatron calls `get_query_key_value_tensors`, and, where the config's `attention_output_gate` is set, carries its fourth
 result to `_apply_output_gate`. The two methods below replace Megatron's, and nothing of its forward is copied.
 
+Switch-Head (arXiv 2312.07987) is such a gate too: its experts are further rows of linear_qkv, all of them computed in
+the same GEMM, and summed up by their scores before anything else sees keys and values.
+
 Letters in shapes: s sequence, b batch, h local query heads, g local KV groups, r query heads per group, d channels per
-head, t channels of a score (d elementwise, 1 headwise), H hidden size.
+head, t channels of a score (d elementwise, 1 headwise, e experts under Switch-Head), H hidden size.
 """
 
 import contextlib
@@ -215,6 +218,8 @@ class GatedSelfAttention(SelfAttention):
                 key = self.gated(key, logits)
             case GatePosition.VALUE, Tensor():
                 value = self.gated(value, logits)
+            case GatePosition.KEY_VALUE, Tensor():
+                key, value = self.gated(key, logits), self.gated(value, logits)
         query = query.flatten(2, 3)  # [s, b, g, r, d] -> [s, b, h, d]
         if self.q_layernorm is not None:
             query = self.q_layernorm(query)
@@ -267,7 +272,9 @@ class GatedSelfAttention(SelfAttention):
         return per_head_rms_norm(heads, weight, self.config.layernorm_epsilon)
 
     def gated(self, y: Tensor, logits: Tensor) -> Tensor:
-        """Gate y [s, b, *heads, d] with the logits [s, b, *heads, t]; the output gate has no heads.
+        """Gate y [s, b, *heads, d], with experts [s, b, g, e*d], with the logits [s, b, *heads, t].
+
+        Returns [s, b, *heads, d]; the output gate has no heads.
 
         Whatever is gated passes through here, and so can be observed here.
         """

@@ -153,8 +153,12 @@ def _gate(
     else:
         count = heads if gate.is_on_query_heads else groups
         scores, gated = layout.tokens * count * score_channels, layout.tokens * count * channels
-        kept = gate.position == GatePosition.SDPA or gate.position == GatePosition.VALUE
-        product = gated * width if kept or (gate.position == GatePosition.KEY and args.qk_layernorm) else 0
+        # How often the product is kept: as the output projection's or attention's input, or as a norm's.
+        kept = gate.position in (GatePosition.SDPA, GatePosition.VALUE, GatePosition.KEY_VALUE)
+        normed = args.qk_layernorm and gate.position in (GatePosition.KEY, GatePosition.KEY_VALUE)
+        product = gated * width * (kept + normed)
+        if gate.position == GatePosition.KEY_VALUE:
+            scores *= 2  # computed for keys and for values
     if gate.input == GateInput.CONSTANT:
         scores = heads * score_channels
     shared = gate.sharing == GateSharing.HEAD_SHARED
@@ -165,6 +169,9 @@ def _gate(
     multiplied = used if gate.combine == GateCombine.MULTIPLY else 0
     if gate.activation == GateActivation.SIGMOID and not shared:
         multiplied = 0  # the sigmoid has saved its result already
+    if gate.switch_head_top_k < gate.switch_head_experts:
+        multiplied = scores  # zero for some experts
+        product += scores  # and for which, a byte each
     return (tensors * scores + multiplied) * FP32 + product
 
 

@@ -62,8 +62,8 @@ def _gated_qkv_split(model_chunks: list[MegatronModule]) -> Iterator[None]:
         yield
         return
     layout = attention.layout
-    padding = layout.gate_rows_padded - layout.gate_rows
-    rows = [layout.heads_per_group * layout.kv_channels, layout.gate_rows, padding, *[layout.kv_channels] * 2]
+    experts = layout.gate.key_experts + layout.gate.value_experts
+    rows = [*layout.sections[:3], *[layout.kv_channels] * experts]  # each expert of Switch-Head by itself
     original = megatron_optimizer._get_qkv_split_shapes
     megatron_optimizer._get_qkv_split_shapes = lambda config: [count for count in rows if count]
     try:

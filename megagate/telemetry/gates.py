@@ -7,6 +7,9 @@
 - gate/magnitude-before and gate/magnitude-after: root mean square of the gated tensor, before and after.
 - gate/scores/layer-NN: a histogram.
 
+Under Switch-Head (--switch-head-experts) a KV head's scores are those of its experts, zero for those not among the top
+k, and what is gated is the output of all experts; keys and values both count.
+
 Tokens are the rows of `megagate.telemetry.rows`, each counted for the rows it stands for.
 """
 
@@ -78,8 +81,8 @@ class GateObserver:
         weight = rows.weight.double()
         if rank % copies == 0:
             for name, tensor in (("gate before", y), ("gate after", gated)):
-                add(name, value=weight @ sum_of_rows(tensor[rows.index].float().square()))
-            add("gate gated", value=weight.sum() * y[0].numel())
+                add(name, value=weight @ sum_of_rows(tensor[rows.index].float().square()) / tensor[0].numel())
+            add("gate gated", value=weight.sum())
         shared = self.gate.sharing == GateSharing.HEAD_SHARED
         if rank % (size if shared else copies):
             return

@@ -285,6 +285,10 @@ def test_which_checkpoint_is_taken(
             "with the gate sdpa-headwise, but this run has value-headwise: use the same",
         ),
         (
+            "--gate-warm-start --gate-preset switch-head-v-4-top-4 --pretrained-checkpoint {base}",
+            "--gate-warm-start cannot make several experts of an ungated model's one projection: train a Switch-Head",
+        ),
+        (
             "--gate-warm-start --gate-preset sdpa-headwise --load {base} --save {base}",
             "--save {base} holds checkpoints of an ungated model",
         ),

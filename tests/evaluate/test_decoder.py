@@ -26,6 +26,7 @@ CASES = {preset: f"{SHAPE} {EXPERTS} --gate-preset {preset}" for preset in PRESE
     "delta net": f"{SHAPE} {EXPERTS} --gate-preset sdpa-elementwise --hybrid-layer-pattern GE*- "
     "--linear-num-key-heads 2 --linear-num-value-heads 4 --linear-key-head-dim 8 --linear-value-head-dim 8",
     "bf16": f"{SHAPE} {EXPERTS} --gate-preset sdpa-elementwise --bf16",
+    "switch head": f"{SHAPE} --gate-preset switch-head-kv-4-top-4",
 }
 LENGTHS = (7, 1, 4)
 END = 3

@@ -9,6 +9,7 @@ import pytest
 from megagate.errors import UserError
 from megagate.gate import (
     PRESETS,
+    SWITCH_HEAD_PRESETS,
     GateConfig,
     GateGranularity,
     GatePosition,
@@ -42,7 +43,7 @@ PRESET_NAMES = [
 
 FLAGS = {
     "--gate-preset": None,
-    "--gate-position": ["none", "sdpa", "value", "key", "query", "output"],
+    "--gate-position": ["none", "sdpa", "value", "key", "query", "output", "key-value"],
     "--gate-granularity": ["elementwise", "headwise"],
     "--gate-sharing": ["head-specific", "head-shared"],
     "--gate-combine": ["multiply", "add"],
@@ -51,6 +52,8 @@ FLAGS = {
     "--sdpa-output-norm": None,
     "--sdpa-output-activation": ["none", "silu"],
     "--gate-row-alignment": None,
+    "--switch-head-experts": None,
+    "--switch-head-top-k": None,
 }
 
 # Per preset: position, granularity, sharing, combine, activation, input, norm, output activation. Written out here so
@@ -91,7 +94,7 @@ def flags_of(config: GateConfig) -> list[str]:
     flags = []
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        prefix = "--" if field.name.startswith("sdpa_") else "--gate-"
+        prefix = "--" if field.name.startswith(("sdpa_", "switch_head_")) else "--gate-"
         flag = prefix + field.name.replace("_", "-")
         if value is not False:
             flags += [flag] if value is True else [flag, str(value)]
@@ -101,7 +104,13 @@ def flags_of(config: GateConfig) -> list[str]:
 def test_the_presets_are_frozen() -> None:
     assert list(PRESETS) == PRESET_NAMES
     for name, axes in PRESET_AXES.items():
-        assert dataclasses.astuple(PRESETS[name]) == (*axes, 16)
+        assert dataclasses.astuple(PRESETS[name]) == (*axes, 16, 1, 1)
+    assert {name: dataclasses.astuple(gate) for name, gate in SWITCH_HEAD_PRESETS.items()} == {
+        "switch-head-kv-8-top-8": ("key-value", "headwise", *DEFAULT_AXES[2:], 16, 8, 8),
+        "switch-head-kv-4-top-4": ("key-value", "headwise", *DEFAULT_AXES[2:], 16, 4, 4),
+        "switch-head-v-4-top-4": ("value", "headwise", *DEFAULT_AXES[2:], 16, 4, 4),
+        "switch-head-v-8-top-2": ("value", "headwise", *DEFAULT_AXES[2:], 16, 8, 2),
+    }
 
 
 def test_every_preset_is_found_by_name_and_by_value() -> None:
@@ -130,11 +139,12 @@ def test_strings_become_enum_members() -> None:
 REFUSED = [
     (
         {"position": "sdap"},
-        "--gate-position must be one of none, sdpa, value, key, query, output, not 'sdap'; did you mean sdpa?",
+        "--gate-position must be one of none, sdpa, value, key, query, output, key-value, not 'sdap'; did you mean "
+        "sdpa?",
     ),
     (
         {"position": None},
-        "--gate-position must be one of none, sdpa, value, key, query, output, not None; did you mean none?",
+        "--gate-position must be one of none, sdpa, value, key, query, output, key-value, not None; did you mean none?",
     ),
     ({"sdpa_output_norm": "true"}, "--sdpa-output-norm must be true or false, not 'true'"),
     ({"row_alignment": True}, "--gate-row-alignment must be a whole number, not True"),
@@ -187,6 +197,39 @@ REFUSED = [
         {"position": "output", "sharing": "head-shared"},
         "--gate-position output has no heads to share scores over: use --gate-sharing head-specific",
     ),
+    ({"switch_head_experts": 0}, "--switch-head-experts must be at least 1, not 0"),
+    (
+        {"position": "value", "granularity": "headwise", "switch_head_experts": 4, "switch_head_top_k": 5},
+        "--switch-head-top-k 5 is no number of experts to take of --switch-head-experts 4: give 1 to 4",
+    ),
+    (
+        {"switch_head_top_k": 2},
+        "--switch-head-top-k 2 is no number of experts to take of --switch-head-experts 1: give 1 to 1",
+    ),
+    (
+        {"position": "key-value", "granularity": "headwise"},
+        "--gate-position key-value is for Switch-Head: add --switch-head-experts, or gate keys or values",
+    ),
+    (
+        {"position": "sdpa", "switch_head_experts": 4},
+        "--switch-head-experts 4 are projections of values, or of keys and values: use --gate-position value or "
+        "key-value, not sdpa",
+    ),
+    (
+        {"sdpa_output_norm": True, "switch_head_experts": 4},
+        "--switch-head-experts 4 are projections of values, or of keys and values: use --gate-position value or "
+        "key-value, not none",
+    ),
+    (
+        {"position": "value", "switch_head_experts": 4},
+        "--switch-head-experts 4 have one sigmoid score each in every head, which multiplies: use --gate-granularity "
+        "headwise, not elementwise",
+    ),
+    (
+        {"position": "key-value", "granularity": "headwise", "activation": "silu", "switch_head_experts": 4},
+        "--switch-head-experts 4 have one sigmoid score each in every head, which multiplies: use --gate-activation "
+        "sigmoid, not silu",
+    ),
 ]
 
 
@@ -224,15 +267,15 @@ def test_help_explains_every_flag_and_lists_the_presets() -> None:
     parser = argparse.ArgumentParser(formatter_class=lambda prog: argparse.HelpFormatter(prog, width=10_000))
     add_gate_arguments(parser)
     text = parser.format_help()
-    assert ", ".join(PRESET_NAMES) in text
+    assert ", ".join([*PRESET_NAMES, *SWITCH_HEAD_PRESETS]) in text
     for field in dataclasses.fields(GateConfig):
         assert field.metadata["help"] in text
         assert f"{field.metadata['help']} Default: {str(field.default).lower()}." in text
 
 
-@pytest.mark.parametrize("name", PRESET_NAMES)
+@pytest.mark.parametrize("name", [*PRESET_NAMES, *SWITCH_HEAD_PRESETS])
 def test_flags_round_trip(name: str) -> None:
-    config = PRESETS[name]
+    config = preset(name)
     assert parse("--gate-preset", name) == config
     assert parse(*flags_of(config)) == config
     assert parse("--gate-preset", name, *flags_of(config)) == config
@@ -252,6 +295,8 @@ def test_an_axis_that_contradicts_the_preset_is_refused() -> None:
     )
     with pytest.raises(UserError, match="--sdpa-output-norm True contradicts --gate-preset baseline"):
         parse("--gate-preset", "baseline", "--sdpa-output-norm")
+    with pytest.raises(UserError, match="--switch-head-experts 8 contradicts --gate-preset value-headwise, which has"):
+        parse("--gate-preset", "value-headwise", "--switch-head-experts", "8")
     with pytest.raises(UserError, match="--gate-position none contradicts --gate-preset key-elementwise"):
         parse("--gate-preset", "key-elementwise", "--gate-position", "none")
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megagate.errors import UserError
-from megagate.gate import PRESETS, GateConfig, QKVLayout
+from megagate.gate import PRESETS, SWITCH_HEAD_PRESETS, GateConfig, QKVLayout, preset
 
 HIDDEN_SIZE = 5
 HEADWISE = [name for name, config in PRESETS.items() if config.is_fused and config.granularity == "headwise"]
@@ -14,13 +14,18 @@ HEADWISE = [name for name, config in PRESETS.items() if config.is_fused and conf
 
 def layouts() -> st.SearchStrategy[QKVLayout]:
     def build(name: str, groups: int, heads_per_group: int, channels: int, alignment: int) -> QKVLayout:
-        axes = {field: getattr(PRESETS[name], field) for field in PRESETS[name].__dataclass_fields__}
+        axes = {field: getattr(preset(name), field) for field in preset(name).__dataclass_fields__}
         gate = GateConfig(**axes | {"row_alignment": alignment})
         return QKVLayout(groups * heads_per_group, groups, channels, gate)
 
     sizes = st.integers(1, 4)
     return st.builds(
-        build, st.sampled_from(list(PRESETS)), sizes, sizes, st.integers(1, 6), st.sampled_from([1, 3, 16])
+        build,
+        st.sampled_from([*PRESETS, *SWITCH_HEAD_PRESETS]),
+        sizes,
+        sizes,
+        st.integers(1, 6),
+        st.sampled_from([1, 3, 16]),
     )
 
 
@@ -30,7 +35,8 @@ def random_parts(
     groups, channels = layout.num_query_groups, layout.kv_channels
     gate = torch.randn(groups * layout.gate_rows, *trailing) if layout.gate_rows else None
     query = torch.randn(layout.num_attention_heads * channels, *trailing)
-    return query, gate, torch.randn(groups * channels, *trailing), torch.randn(groups * channels, *trailing)
+    key = torch.randn(groups * layout.gate.key_experts * channels, *trailing)
+    return query, gate, key, torch.randn(groups * layout.gate.value_experts * channels, *trailing)
 
 
 def assert_parts_equal(actual, expected) -> None:
@@ -60,14 +66,15 @@ def test_the_split_of_the_product_is_the_product_of_the_split(layout: QKVLayout)
     parts = random_parts(layout, HIDDEN_SIZE)
     hidden = torch.randn(3, 2, HIDDEN_SIZE)
     split = layout.split(hidden @ layout.merge_weight(*parts).T)
-    channels = (layout.kv_channels, layout.gate_channels, layout.kv_channels, layout.kv_channels)
+    channels = (layout.kv_channels, layout.gate_channels, *layout.sections[-2:])
     for actual, weight, width in zip(split, parts, channels, strict=True):
         assert (actual is None) == (weight is None)
         if weight is not None:
             torch.testing.assert_close(actual.flatten(2, -2), (hidden @ weight.T).unflatten(-1, (-1, width)))
     if layout.gate_rows:
-        gated = split.value if layout.gate.position in ("value", "key") else split.query
-        assert torch.broadcast_shapes(split.gate.shape, gated.shape) == gated.shape
+        gated = split.query if layout.gate.is_on_query_heads else split.value
+        if not layout.gate.is_switch_head:
+            assert torch.broadcast_shapes(split.gate.shape, gated.shape) == gated.shape
         assert split.gate.shape[:-1] == gated.shape[:-1]
 
 

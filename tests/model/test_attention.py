@@ -15,6 +15,7 @@ from torch import Tensor
 from megagate.errors import UserError
 from megagate.gate import (
     PRESETS,
+    SWITCH_HEAD_PRESETS,
     GateActivation,
     GateCombine,
     GateConfig,
@@ -65,8 +66,8 @@ def random_weights(case: Layer) -> AttentionWeights:
     weights = AttentionWeights(
         query=draw((heads * channels, HIDDEN), 1, 0.3),
         gate=draw((gate_rows, HIDDEN), 2, 0.3) if gate_rows else None,
-        key=draw((groups * channels, HIDDEN), 3, 0.3),
-        value=draw((groups * channels, HIDDEN), 4, 0.3),
+        key=draw((groups * gate.key_experts * channels, HIDDEN), 3, 0.3),
+        value=draw((groups * gate.value_experts * channels, HIDDEN), 4, 0.3),
         output=draw((HIDDEN, heads * channels), 5, 0.3),
         query_norm=1 + draw((channels,), 6, 0.3),
         key_norm=1 + draw((channels,), 7, 0.3),
@@ -260,6 +261,7 @@ COMBINATIONS = [
 ]
 CASES = [Layer(gate, groups) for gate in PRESETS.values() for groups in (1, 2, 8)]
 CASES += [Layer(gate, 2) for gate in COMBINATIONS]
+CASES += [Layer(gate, groups) for gate in SWITCH_HEAD_PRESETS.values() for groups in (1, 8)]
 
 
 def compare(
@@ -291,7 +293,8 @@ def test_layer(tensor_parallel: int, recompute_gate: bool) -> None:
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
 def test_precision(dtype: torch.dtype, tolerance: float) -> None:
-    compare([Layer(gate, 2) for gate in PRESETS.values()], 2, dtype, tolerance)
+    gates = [*PRESETS.values(), SWITCH_HEAD_PRESETS["switch-head-v-4-top-4"]]
+    compare([Layer(gate, 2) for gate in gates], 2, dtype, tolerance)
 
 
 @pytest.mark.parametrize("tensor_parallel", [1, 2, 4])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megagate.gate import PRESETS
+from megagate.gate import PRESETS, SWITCH_HEAD_PRESETS
 from tests.distributed import run_distributed
 from tests.plan.measured import all_saved_bytes, static_bytes
 
@@ -22,6 +22,7 @@ FULL = "--recompute-granularity full --recompute-method "
 STATIC = [
     (1, MODEL + "--normalization LayerNorm --add-qkv-bias --gate-preset output-elementwise"),
     (2, MODEL + TENSOR + "--use-distributed-optimizer --gate-preset sdpa-headwise"),
+    (2, MODEL + TENSOR + "--use-distributed-optimizer --gate-preset switch-head-kv-4-top-4"),
     (2, MIXED + "--moe-shared-expert-gate --use-distributed-optimizer --overlap-grad-reduce --ddp-bucket-size 5000"),
     (2, MIXED.replace("--bf16 ", "") + "--use-distributed-optimizer --expert-model-parallel-size 2"),
     (
@@ -33,7 +34,8 @@ STATIC = [
 ]
 
 SAVED_ON_ONE_RANK = [
-    *(MODEL + UNTIED + f"--gate-preset {preset}" for preset in PRESETS),
+    *(MODEL + UNTIED + f"--gate-preset {preset}" for preset in (*PRESETS, *SWITCH_HEAD_PRESETS)),
+    MODEL + SELECTIVE + "gate --gate-preset switch-head-v-8-top-2",
     MODEL.replace("--bf16 ", "") + "--gate-preset sdpa-elementwise-silu",
     MIXED + "--moe-z-loss-coeff 1e-3 --moe-shared-expert-gate",
     MIXED + "--normalization LayerNorm",

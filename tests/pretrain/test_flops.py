@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megagate.gate import PRESETS
+from megagate.gate import PRESETS, SWITCH_HEAD_PRESETS
 from tests.distributed import run_distributed
 from tests.training import TINY, scalars, train
 
@@ -26,8 +26,14 @@ GATE_ROWS = {
     "sdpa-elementwise-silu": WIDTH,
     "sdpa-elementwise-additive-identity": WIDTH,
     "sdpa-elementwise-ns-sigmoid": WIDTH,
+    # A score for each expert and head, and each expert's projection beyond the first; all of them are computed.
+    "switch-head-kv-8-top-8": GROUPS * (8 + 2 * 7 * CHANNELS),
+    "switch-head-kv-4-top-4": GROUPS * (4 + 2 * 3 * CHANNELS),
+    "switch-head-v-4-top-4": GROUPS * (4 + 3 * CHANNELS),
+    "switch-head-v-8-top-2": GROUPS * (8 + 7 * CHANNELS),
 }
 """Rows of the gate's weight matrix; presets that are not here have none."""
+ALL = [*PRESETS, *SWITCH_HEAD_PRESETS]
 
 
 def by_hand(preset: str) -> int:
@@ -55,14 +61,14 @@ def count() -> dict[str, float]:
     args = read(TINY)
     validate(args)
     counts = {}
-    for args.gate_preset in PRESETS:
+    for args.gate_preset in ALL:
         counts[args.gate_preset] = training.num_floating_point_operations(args, 4)
         packed = training.num_floating_point_operations(args, 0, 4 * SEQUENCE**2, TOKENS)
         assert packed == counts[args.gate_preset]
     return counts
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", ALL)
 def test_operations_of_a_step(preset: str, counted: dict[str, float]) -> None:
     assert counted[preset] == by_hand(preset)
 

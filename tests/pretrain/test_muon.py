@@ -5,7 +5,8 @@ import torch
 from emerging_optimizers.orthogonalized_optimizers.muon_utils import newton_schulz
 from torch import Tensor
 
-from megagate.gate import PRESETS, QKVLayout
+from megagate.gate import QKVLayout
+from megagate.gate import preset as preset_of
 from tests.distributed import run_distributed
 from tests.model.training import Case, Piece, RankResult, assemble, join, train
 
@@ -42,7 +43,15 @@ def orthogonalized(gradient: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
-    "preset", ["sdpa-elementwise", "sdpa-headwise", "value-elementwise", "output-elementwise", "sdpa-constant"]
+    "preset",
+    [
+        "sdpa-elementwise",
+        "sdpa-headwise",
+        "value-elementwise",
+        "output-elementwise",
+        "sdpa-constant",
+        "switch-head-v-4-top-4",
+    ],
 )
 def test_each_block_by_itself(preset: str, layout: str) -> None:
     ranks, layout_flags = LAYOUTS[layout]
@@ -50,13 +59,17 @@ def test_each_block_by_itself(preset: str, layout: str) -> None:
     results: list[RankResult] = run_distributed(train, ranks, case, timeout=100)
     weights = join([piece for rank in run_distributed(initial_weights, ranks, case, timeout=100) for piece in rank])
     result = assemble(results)
-    rows = QKVLayout(8, 4, 8, PRESETS[preset])
+    rows = QKVLayout(8, 4, 8, preset_of(preset))
+
+    def matrices(whole: Tensor) -> list[Tensor | None]:
+        query, gate, key, value = rows.split_weight(whole)
+        experts = value.unflatten(0, (4, rows.gate.value_experts, 8)).transpose(0, 1).flatten(1, 2)
+        return [query, gate, key, *experts]
+
     kinds = set()
     for key, update in result.updates.items():
         if "linear_qkv.weight" in key:
-            parts, gradients, before = (
-                rows.split_weight(each) for each in (update, result.gradients[key], weights[key])
-            )
+            parts, gradients, before = (matrices(each) for each in (update, result.gradients[key], weights[key]))
             padding = rows.padding_row_mask()
             assert torch.count_nonzero(update[padding]) == 0
         elif "linear_gate" in key:
@@ -84,7 +97,7 @@ def test_vectors_of_the_gate_are_adams() -> None:
 def test_padding_stays_zero_without_the_split() -> None:
     """A zero block, and zero rows of a block, are orthogonalised to zeros, not to NaN."""
     case = Case(flags=f"{FLAGS} --gate-preset sdpa-headwise --muon-no-split-qkv", steps=2)
-    padding = QKVLayout(8, 4, 8, PRESETS["sdpa-headwise"]).padding_row_mask()
+    padding = QKVLayout(8, 4, 8, preset_of("sdpa-headwise")).padding_row_mask()
     for key, update in assemble(run_distributed(train, 1, case, timeout=100)).updates.items():
         assert update.isfinite().all(), key
         assert "linear_qkv.weight" not in key or torch.count_nonzero(update[padding]) == 0

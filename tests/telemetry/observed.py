@@ -140,7 +140,9 @@ def recompute(case: Case) -> Scalars:
                 else:
                     gated = torch.cat(seen["context", block], dim=1).unflatten(-1, (*scores.shape[2:-1], -1))
                 found("gate/magnitude-before", block, gated.square().mean().sqrt())
-                found("gate/magnitude-after", block, (gated * scores).square().mean().sqrt())
+                experts = gated.unflatten(-1, (attention.gate.value_experts, -1))
+                after = (experts * scores[..., None]).sum(dim=-2) if experts.shape[-2] > 1 else gated * scores
+                found("gate/magnitude-after", block, after.square().mean().sqrt())
                 for head, mean in enumerate(scores.mean(dim=(0, 1, -1)).flatten().tolist()):
                     by_head[f"gate/head-mean/layer-{block:02d}/head-{head:02d}"] = mean
                 found("gate/mean-score", block, scores.mean())

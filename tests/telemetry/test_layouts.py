@@ -46,6 +46,7 @@ def one_process(model: str, preset: str, extra: str = "") -> Observed:
         ("experts", "sdpa-elementwise"),
         ("dense", "value-headwise"),
         ("dense-untied", "sdpa-elementwise-silu"),
+        ("dense", "switch-head-v-8-top-2"),
     ],
 )
 def test_against_a_plain_computation(model: str, preset: str) -> None:
@@ -75,7 +76,11 @@ LAYOUTS = [
         ["dense", "dense-untied"],
         ["output-elementwise", "value-elementwise-shared", "sdpa-constant"],
     ),
-    (Layout(ranks=4, tp=4, sp=True), ["mixed", "dense"], ["value-headwise", "output-elementwise", "sdpa-elementwise"]),
+    (
+        Layout(ranks=4, tp=4, sp=True),
+        ["mixed", "dense"],
+        ["value-headwise", "output-elementwise", "sdpa-elementwise", "switch-head-kv-4-top-4"],
+    ),
     (Layout(ranks=4, pp=2, cp=2), ["mixed"], ["sdpa-constant", "value-elementwise-shared", "output-elementwise"]),
     (Layout(ranks=2, pp=2, vpp=2), ["experts"], ["sdpa-elementwise", "query-elementwise"]),
     (Layout(ranks=4, ep=2), ["experts"], ["sdpa-constant", "value-headwise"]),

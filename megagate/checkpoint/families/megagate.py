@@ -10,7 +10,7 @@ after it are one block.
 import argparse
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from megagate.checkpoint.families import megagate_rules as rules_of
 from megagate.checkpoint.families.base import Rule
 from megagate.checkpoint.families.yarn import yarn_arguments, yarn_parameters
 from megagate.errors import UserError
-from megagate.gate.config import gate_config_from_args
+from megagate.gate.config import GateConfig, describe, gate_config_from_args
 from megagate.gate.layout import query_groups
 from megagate.model.pattern import ATTENTION, BOUNDARY, DELTA_NET, DENSE, EXPERTS
 
@@ -56,6 +56,9 @@ ACTIVATIONS: dict[str, dict[str, Any]] = {
 """transformers' name of an activation -> Megatron's arguments."""
 
 GATED_ACTIVATIONS = ("silu", "quick_gelu")
+
+GATE_AXES = tuple(axis.name for axis in fields(GateConfig) if not axis.name.startswith("switch_head_"))
+"""The axes of a gate that the modeling file knows."""
 
 SAME: dict[str, str] = {
     "hidden_size": "hidden_size",
@@ -131,7 +134,7 @@ class MegagateFamily:
         _check_held(args)
         layers = args.hybrid_layer_pattern.replace(BOUNDARY, "")
         activation = _activation(args)
-        gate = asdict(gate_config_from_args(args)).items()
+        gate = [(axis, value) for axis, value in asdict(gate_config_from_args(args)).items() if axis in GATE_AXES]
         config = {
             "architectures": ["MegagateForCausalLM"],
             "model_type": MODEL_TYPE,
@@ -242,6 +245,9 @@ def _check_held(args: argparse.Namespace) -> None:
         raise UserError(f"megagate's export does not know the layers {', '.join(sorted(unknown))} of the layer pattern")
     if ATTENTION not in args.hybrid_layer_pattern:
         raise UserError("megagate's export needs an attention layer (*), since it counts tokens in that layer's cache")
+    gate = gate_config_from_args(args)
+    if gate.is_switch_head:
+        raise UserError(f"megagate's export does not know Switch-Head, which the model has ({describe(gate)})")
     balancing = args.moe_router_load_balancing_type
     for routing in ROUTING:
         if args.num_experts and routing in (balancing if isinstance(balancing, list) else [balancing]):

@@ -516,6 +516,7 @@ def test_other_models_are_not_recognised() -> None:
         ({"moe_router_load_balancing_type": "sinkhorn"}, "sinkhorn"),
         ({"moe_router_load_balancing_type": ["aux_loss", "quantile_balancing"]}, "quantile_balancing"),
         ({"position_embedding_type": "mrope"}, "mrope"),
+        ({"gate_preset": "switch-head-v-8-top-2"}, "Switch-Head, which the model has"),
     ],
     ids=str,
 )
