@@ -101,6 +101,7 @@ from megagate.pretrain.backend import WITHOUT_FP8
 from megagate.pretrain.gate_checks import IN_THE_WAY
 from megagate.pretrain.refusals import RECIPES, alignment
 from megagate.pretrain.sampler import CyclicSampler
+from megagate.pretrain.validation import WholeSetSampler
 
 
 def parameters(function: Callable[..., Any]) -> set[str]:
@@ -509,6 +510,27 @@ def test_sampler() -> None:
     made |= {"data_parallel_size", "data_sharding"}
     assert parameters(data_samplers.MegatronPretrainingRandomSampler) == parameters(CyclicSampler) == made
     assert "MegatronPretrainingRandomSampler(" in source(data_samplers.build_pretraining_data_loader)
+
+
+def test_validation() -> None:
+    """megagate/pretrain/validation.py stands for the sampler of whole validation sets, and says how many batches."""
+    made = {"total_samples", "data_parallel_rank", "data_parallel_size"}
+    assert parameters(data_samplers.MegatronFullValidationSampler) == parameters(WholeSetSampler) == made
+    loaders = source(data_samplers.build_pretraining_data_loader)
+    assert "if split == Split.valid and args.full_validation:\n        batch_sampler = MegatronFull" in loaders
+    loop = megatron.training.training
+    iterators = source(loop.build_train_valid_test_data_iterators)
+    assert "local_eval_iters = [len(dl) for dl in valid_dataloaders]" in iterators
+    assert "args.eval_iters = [None] * len(valid_dataloaders)" in iterators
+    evaluation = source(loop.evaluate_and_print_results)
+    assert "data_iterators = data_iterator if args.multiple_validation_sets else [data_iterator]" in evaluation
+    assert "eval_iters = torch.tensor(args.eval_iters, dtype=torch.long, device='cuda')" in evaluation
+    assert list(inspect.signature(loop.evaluate_and_print_results).parameters)[:3] == [
+        "prefix",
+        "forward_step_func",
+        "data_iterator",
+    ]
+    assert "if idx is None:\n            loss_mask = torch.zeros_like(loss_mask)" in source(GPTDataset.__getitem__)
 
 
 def test_byte_tokenizer() -> None:

@@ -56,6 +56,7 @@ from megagate.pretrain.parser import HelpFormatter, Parser
 from megagate.pretrain.recipe import merge_recipe
 from megagate.pretrain.refusals import check_backend
 from megagate.pretrain.spikes import add_spike_arguments, check_spikes
+from megagate.pretrain.validation import check_validation_sets
 from megagate.telemetry.loop import add_telemetry_arguments, check_telemetry
 
 DEFAULTS: dict[str, Any] = {
@@ -467,6 +468,7 @@ def check_data(args: argparse.Namespace) -> None:
     Raises:
         UserError: no data are given, or a dataset is missing or truncated.
     """
+    check_validation_sets(args)
     if args.mock_data:
         return
     prefixes = dataset_prefixes(args)

@@ -33,6 +33,9 @@ class CheckedGPTDataset(GPTDataset):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
+        if not self.config.drop_last_partial_validation_sequence:
+            # The loss mask differs between samples, and Megatron keeps that of the first.
+            self.masks_and_position_ids_are_cacheable = False
         # The number of each document, which Megatron reads to build the index and never after.
         self.indices: numpy.ndarray = self.indices[:0].copy()
         read_exactly(self.dataset)

@@ -57,6 +57,7 @@ def dataset_config() -> DatasetConfig:
         split=args.split,
         multiple_validation_sets=args.multiple_validation_sets,
         full_validation=args.full_validation,
+        drop_last_partial_validation_sequence=not args.full_validation,
         num_dataset_builder_threads=args.num_dataset_builder_threads,
         path_to_cache=args.data_cache_path,
         mmap_bin_files=args.mmap_bin_files,

@@ -14,7 +14,7 @@ from megagate.checkpoint import background, save, torch_adam
 from megagate.gate.config import describe, gate_config_from_args
 from megagate.model.builder import model_config
 from megagate.model.pattern import layer_pattern
-from megagate.pretrain import flops, gate_optimizer, sampler, spikes, stop, supervised
+from megagate.pretrain import flops, gate_optimizer, sampler, spikes, stop, supervised, validation
 from megagate.pretrain.batch import forward_step
 from megagate.pretrain.datasets import dataset_provider
 from megagate.telemetry import loop as telemetry
@@ -60,6 +60,7 @@ def train(args: argparse.Namespace) -> None:
     sampler.apply()
     asked_duration = args.exit_duration_in_mins
     with contextlib.ExitStack() as until_end:
+        validation.apply(args, until_end)
         telemetry.apply(args, until_end)
         stop.apply(args, until_end)
         save.apply(until_end)
