@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megagate.evaluate.layout import whole_vocabulary
 from megagate.evaluate.load import LoadedModel
 from megagate.evaluate.masks import document_numbers, forbidden_keys
 from megagate.model.pattern import DELTA_NET
@@ -82,7 +83,7 @@ class Decoder:
             hook.remove()
         if self.has_cache:
             self._context.increment_sequence_len_offset(end - begin)
-        return logits[:, 0].float()
+        return whole_vocabulary(logits[:, 0]).float()
 
     def _mask(self, begin: int, end: int) -> Tensor | None:
         """Return the mask of the tokens from `begin` to `end`, None where the plain causal one is right."""

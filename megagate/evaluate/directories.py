@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from megagate.errors import UserError
 from megagate.evaluate.extension import Extension
+from megagate.evaluate.layout import Layout
 from megagate.evaluate.load import (
     LoadedModel,
     check_tokenizer,
@@ -23,14 +25,18 @@ def is_hugging_face(directory: Path) -> bool:
     return (directory / "config.json").is_file()
 
 
-def check_directory(directory: Path, step: int | None = None) -> None:
+def check_directory(directory: Path, step: int | None = None, processes: int = 1) -> None:
     """Check that a directory holds a model, before anything slow begins; `step` is that of a checkpoint.
 
     Raises:
-        UserError: it holds neither a checkpoint nor a Hugging Face model.
+        UserError: it holds neither a checkpoint nor a Hugging Face model, or one that several processes cannot open.
     """
     if not is_hugging_face(directory):
         find_checkpoint(directory, step)
+    elif processes > 1:
+        raise UserError(
+            f"{directory} is evaluated by one process: for more, import it with tools/convert_checkpoint.py"
+        )
 
 
 @contextlib.contextmanager
@@ -59,23 +65,27 @@ def opened(
     step: int | None = None,
     tokenizer_model: str | None = None,
     extension: Extension | None = None,
+    layout: Layout | None = None,
 ) -> Iterator[tuple[LoadedModel, Any]]:
-    """Give the model of a directory on this process, and its tokenizer.
+    """Give the model of a directory, and its tokenizer.
 
     Args:
         directory: a checkpoint's or a Hugging Face model's.
         step: the iteration of a checkpoint, the newest complete one if None.
         tokenizer_model: where the tokenizer is now, if it has moved.
         extension: to a longer context than that of training.
+        layout: the ranks, which must all call this; one process if None.
 
     Raises:
-        UserError: there is no such model, it cannot be extended so, or the tokenizer is another one than its own.
+        UserError: there is no such model, it cannot be extended or divided so, or the tokenizer is another one than its
+            own.
     """
     with as_checkpoint(directory) as checkpoint:
         step = None if is_hugging_face(directory) else step
         args = one_process_arguments(find_checkpoint(checkpoint, step))
         tokenizer = tokenizer_of(args, tokenizer_model)
         check_tokenizer(tokenizer, args, tokenizer_model)
-        print(f"loading {directory}", file=sys.stderr, flush=True)
-        with load_model(checkpoint, step, extension=extension) as loaded:
+        if layout is None or layout.rank == 0:
+            print(f"loading {directory}", file=sys.stderr, flush=True)
+        with load_model(checkpoint, step, extension=extension, layout=layout) as loaded:
             yield loaded, tokenizer

@@ -9,6 +9,8 @@ has no more positions.
 
 Prompts are computed --micro-batch-size at a time. The first of a batch is shown as it grows, the others once the batch
 is done, all in their order. What is generated for one depends on the batch by rounding only.
+
+Under torchrun --tensor-model-parallel-size and --expert-model-parallel-size divide the model.
 """
 
 import argparse
@@ -22,12 +24,18 @@ from megagate.errors import UserError, reason
 from megagate.evaluate.directories import check_directory, opened
 from megagate.evaluate.extension import Extension
 from megagate.evaluate.generation import Speed, complete
-from megagate.evaluate.layout import refuse_ranks
-from megagate.evaluate.options import add_model_arguments, check_output, check_positive, write_file
+from megagate.evaluate.options import (
+    add_decoding_arguments,
+    add_model_arguments,
+    check_output,
+    check_positive,
+    decoding_layout,
+    write_file,
+)
 from megagate.evaluate.sampling import Sampling
 
 
-def read_prompts(options: argparse.Namespace) -> list[str]:
+def read_prompts(options: argparse.Namespace, processes: int = 1) -> list[str]:
     """Return the prompts of the options.
 
     Raises:
@@ -38,6 +46,8 @@ def read_prompts(options: argparse.Namespace) -> list[str]:
     if options.prompt:
         return list(options.prompt)
     if not options.prompt_file:
+        if processes > 1:
+            raise UserError("standard input reaches one of several processes only: give --prompt or --prompt-file")
         if sys.stdin.isatty():
             print("the prompt, ended by Ctrl-D:", file=sys.stderr, flush=True)
         return [sys.stdin.read().removesuffix("\n")]
@@ -77,6 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=1234, metavar="N", help="of what is drawn (1234)")
     add("--micro-batch-size", type=int, default=8, metavar="N", help="prompts computed at a time (8)")
     add("--output", metavar="FILE", help="write the results there too, one JSON object a line")
+    add_decoding_arguments(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -85,16 +96,17 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         UserError: something in the options is missing or does not fit the checkpoint.
     """
-    refuse_ranks("tools/generate.py")
+    layout = decoding_layout(options)
     check_positive(options, "max_new_tokens", "micro_batch_size")
     check_output(options.output)
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
-    check_directory(options.load, options.ckpt_step)
-    prompts = read_prompts(options)
+    check_directory(options.load, options.ckpt_step, layout.world_size)
+    prompts = read_prompts(options, layout.world_size)
     speed = Speed()
+    extension = Extension.of(options)
     with (
         quiet(),
-        opened(options.load, options.ckpt_step, options.tokenizer_model, Extension.of(options)) as (loaded, tokenizer),
+        opened(options.load, options.ckpt_step, options.tokenizer_model, extension, layout) as (loaded, tokenizer),
     ):
         found = complete(
             loaded,
@@ -103,10 +115,12 @@ def run(options: argparse.Namespace) -> int:
             max_new_tokens=options.max_new_tokens,
             sampling=sampling,
             micro_batch_size=options.micro_batch_size,
-            show=_show,
+            show=_show if layout.rank == 0 else lambda text: None,
             speed=speed,
         )
         completions = list(found)
+    if layout.rank > 0:
+        return 0
     print(speed, file=sys.stderr, flush=True)
     if options.output:
         lines = [json.dumps(asdict(completion), ensure_ascii=False) + "\n" for completion in completions]

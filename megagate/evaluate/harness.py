@@ -4,8 +4,8 @@
     python tools/evaluate.py harness --load runs/mine/checkpoints --tasks my_task --task-path my_tasks
 
 The harness makes the prompts and the scores, from its own task files or those in --task-path; megagate's model answers,
-on one process. `paper` stands for `PAPER`, the tasks of arXiv 2505.06708, section 3.1. The paper does not say
-how many examples stand before a question; the numbers here are ours.
+under torchrun on tensor and expert parallel ranks. `paper` stands for `PAPER`, the tasks of arXiv 2505.06708,
+section 3.1. The paper does not say how many examples stand before a question; the numbers here are ours.
 
 The harness loads the tasks' data through Hugging Face's `datasets`, from the network or where its cache or the task
 file says. HumanEval runs the code that the model writes, which needs --confirm-run-unsafe-code.
@@ -24,9 +24,15 @@ from megagate.data.tokenizer import quiet
 from megagate.errors import UserError, nearest, reason
 from megagate.evaluate.directories import check_directory, opened
 from megagate.evaluate.extension import Extension
-from megagate.evaluate.layout import refuse_ranks
 from megagate.evaluate.load import LoadedModel
-from megagate.evaluate.options import add_model_arguments, check_output, check_positive, write_file
+from megagate.evaluate.options import (
+    add_decoding_arguments,
+    add_model_arguments,
+    check_output,
+    check_positive,
+    decoding_layout,
+    write_file,
+)
 
 PAPER: dict[str, int] = {"hellaswag": 10, "mmlu": 5, "gsm8k": 5, "humaneval": 0, "ceval-valid": 5, "cmmlu": 5}
 """The paper's tasks by the harness's names -> examples before each question, which are ours."""
@@ -47,6 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--micro-batch-size", type=int, default=8, metavar="N", help="requests computed at a time (8)")
     add("--confirm-run-unsafe-code", action="store_true", help="run the code that the model writes")
     add("--output", metavar="FILE", help="write the results as JSON")
+    add_decoding_arguments(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -55,20 +62,20 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         UserError: something in the options or the tasks is missing or does not fit the checkpoint.
     """
-    refuse_ranks("tools/evaluate.py harness")
+    layout = decoding_layout(options)
     if importlib.util.find_spec("lm_eval") is None:
         raise UserError("tools/evaluate.py harness needs lm-evaluation-harness: pip install 'megagate[eval]'")
     check_positive(options, "micro_batch_size", "limit")
     check_output(options.output)
-    check_directory(options.load, options.ckpt_step)
+    check_directory(options.load, options.ckpt_step, layout.world_size)
     with quiet():
         tasks = load_tasks(options.tasks, options.task_path, options.num_fewshot)
         check_code(tasks, options.confirm_run_unsafe_code)
-        with opened(options.load, options.ckpt_step, options.tokenizer_model, Extension.of(options)) as (
-            loaded,
-            tokenizer,
-        ):
+        extension = Extension.of(options)
+        with opened(options.load, options.ckpt_step, options.tokenizer_model, extension, layout) as (loaded, tokenizer):
             report = measure(loaded, tokenizer, tasks, limit=options.limit, micro_batch_size=options.micro_batch_size)
+    if layout.rank > 0:
+        return 0
     report["checkpoint"] = str(options.load)
     print(table(report["tasks"]))
     if options.output:

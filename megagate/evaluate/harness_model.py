@@ -4,6 +4,7 @@
 other model. The class is made inside the function, since the harness is an optional package.
 """
 
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -128,6 +129,6 @@ def _shown(results: Iterator[Any], total: int, what: str) -> Iterator[Any]:
     shown = time.monotonic()
     for done, result in enumerate(results, 1):
         yield result
-        if time.monotonic() - shown >= PROGRESS_SECONDS:
+        if time.monotonic() - shown >= PROGRESS_SECONDS and os.environ.get("RANK", "0") == "0":
             shown = time.monotonic()
             print(f"{done} of {total} {what}", file=sys.stderr, flush=True)

@@ -2,13 +2,21 @@
 
 Without torchrun it is one process. With it and no flag, every rank holds the whole model and computes its share of the
 windows (data parallel); the other sizes divide the model as in training, whatever layout the checkpoint is from.
+
+Where tokens are decoded one by one, tensor and expert parallel ranks divide the model, and all of them decode the same
+prompts, in step: each has the logits of the whole vocabulary, and so chooses the same tokens.
 """
 
 import argparse
+import dataclasses
+import math
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from torch import Tensor
 
 from megagate.errors import UserError
 from megagate.model.pattern import BOUNDARY, stage_sizes
@@ -33,12 +41,31 @@ class Layout:
     rank: int = 0
     local_rank: int = 0
     world_size: int = 1
+    decodes: bool = False
+    """Whether tokens are computed one by one."""
 
     @classmethod
     def of(cls, options: argparse.Namespace) -> "Layout":
         """Return the layout of the flags on the ranks that torchrun has started."""
-        ranks = {name: int(os.environ.get(name.upper(), default)) for name, default in RANKS.items()}
-        return cls(**{field: getattr(options, name) for field, name in SIZES.items()}, **ranks)
+        return cls(**{field: getattr(options, name) for field, name in SIZES.items()} | _ranks())
+
+    @classmethod
+    def to_decode(cls, options: argparse.Namespace) -> "Layout":
+        """Return the layout of the flags of `DECODING`, on the ranks that torchrun has started.
+
+        Raises:
+            UserError: there are more or fewer ranks than the flags divide the model over.
+        """
+        sizes = {field: getattr(options, SIZES[field]) for field in DECODING}
+        layout = dataclasses.replace(cls(**sizes | _ranks()), decodes=True)
+        needed = math.lcm(layout.tensor, layout.expert)
+        if layout.world_size != needed:
+            raise UserError(
+                f"--tensor-model-parallel-size {layout.tensor} and --expert-model-parallel-size {layout.expert} divide "
+                f"the model over {needed} processes, but there are {layout.world_size}: start as many by torchrun, or "
+                "change the sizes"
+            )
+        return layout
 
     def apply(self, args: argparse.Namespace) -> None:
         """Change the arguments of one process to those of this layout.
@@ -54,7 +81,9 @@ class Layout:
         values |= {name: getattr(self, name) for name in RANKS}
         values["transformer_pipeline_model_parallel_size"] = self.pipeline
         values["tensor_parallel_num_weight_shards"] = self.tensor
-        values["sequence_parallel"] = self.tensor > 1  # experts want it
+        # Experts want it, but a single token cannot be divided; only in training do they insist.
+        values["sequence_parallel"] = self.tensor > 1 and not self.decodes
+        values["skip_train"] = True
         for name, value in values.items():
             setattr(args, name, value)
         if self.pipeline > 1:
@@ -70,6 +99,9 @@ class Layout:
         """Of what the length of a sequence must be a multiple."""
         return self.tensor * self.context * (2 if self.context > 1 else 1)
 
+
+DECODING = ("tensor", "expert")
+"""Fields of `Layout` that divide a model whose tokens are computed one by one."""
 
 RANKS = {"rank": 0, "local_rank": 0, "world_size": 1}
 """Fields of `Layout` that torchrun's environment gives, in capitals, and their values without it."""
@@ -89,9 +121,21 @@ def divided(pattern: str, stages: int) -> str:
     return BOUNDARY.join(parts)
 
 
-def add_layout_arguments(parser: argparse.ArgumentParser) -> None:
+def _ranks() -> dict[str, int]:
+    return {name: int(os.environ.get(name.upper(), default)) for name, default in RANKS.items()}
+
+
+def whole_vocabulary(logits: Tensor) -> Tensor:
+    """Return logits [..., v] of all tokens, the same on all tensor-parallel ranks, of each rank's part of them."""
+    from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+
+    whole: Tensor = gather_from_tensor_model_parallel_region(logits)
+    return whole
+
+
+def add_layout_arguments(parser: argparse.ArgumentParser, fields: Sequence[str] = tuple(SIZES)) -> None:
     """Add the flags of training that divide a model over ranks."""
-    for name in SIZES.values():
+    for name in (SIZES[field] for field in fields):
         what = name.replace("_parallel_size", "").replace("_model", "")
         help_text = f"{what} parallel size of this evaluation, under torchrun (1)"
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=1, metavar="N", help=help_text)

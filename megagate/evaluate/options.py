@@ -6,6 +6,7 @@ from pathlib import Path
 
 from megagate.errors import UserError
 from megagate.evaluate.extension import add_extension_arguments
+from megagate.evaluate.layout import DECODING, SIZES, Layout, add_layout_arguments
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -15,6 +16,21 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     add("--ckpt-step", type=int, metavar="N", help="iteration to load (the newest complete one)")
     add("--tokenizer-model", metavar="FILE", help="where the run's tokenizer is now, if it has moved")
     add_extension_arguments(parser)
+
+
+def add_decoding_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that divide a model whose tokens are computed one by one."""
+    add_layout_arguments(parser, DECODING)
+
+
+def decoding_layout(options: argparse.Namespace) -> Layout:
+    """Return the layout of the flags of `add_decoding_arguments`.
+
+    Raises:
+        UserError: the sizes are not those of the processes.
+    """
+    check_positive(options, *(SIZES[field] for field in DECODING))
+    return Layout.to_decode(options)
 
 
 def check_positive(options: argparse.Namespace, *names: str) -> None:

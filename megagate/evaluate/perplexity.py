@@ -230,11 +230,7 @@ def _measure(options: argparse.Namespace, layout: Layout) -> dict[str, Any]:
     check_positive(options, "micro_batch_size", "stride", *SIZES.values())
     check_output(options.output)
     directory = options.load
-    check_directory(directory, options.ckpt_step)
-    if is_hugging_face(directory) and layout.world_size > 1:
-        raise UserError(
-            f"{directory} is evaluated by one process: for more, import it with tools/convert_checkpoint.py"
-        )
+    check_directory(directory, options.ckpt_step, layout.world_size)
     paths, unigram_paths = named_paths(options.data_path), options.unigram_data_path or []
     for path in (*paths.values(), *unigram_paths):
         open_dataset(path)

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from megagate.evaluate.layout import whole_vocabulary
 from megagate.evaluate.load import LoadedModel
 from megagate.evaluate.masks import document_mask
 
@@ -62,7 +63,7 @@ def _scores(
         logits = loaded.model(inputs, positions, mask)
     finally:
         hook.remove()
-    logits = logits[0, :, : loaded.args.tokenizer_vocab_size].float()  # [scored tokens, v]
+    logits = whole_vocabulary(logits[0])[:, : loaded.args.tokenizer_vocab_size].float()  # [scored tokens, v]
     labels = torch.tensor([token for row, count in zip(rows, counts, strict=True) for token in row[-count:]])
     labels = labels.to(logits.device)
     chosen = logits.log_softmax(-1).gather(-1, labels[:, None])[:, 0].double()

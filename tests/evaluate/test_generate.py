@@ -191,10 +191,52 @@ def test_sampling_that_cannot_be(values: dict, sentence: str) -> None:
         Sampling(**values)
 
 
-def test_one_process_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UserError, match=r"tools/generate.py runs on one process: start it with python, not torchrun"):
-        generate.run(options_of(["--load", "x"]))
+def test_processes_that_are_not_those_of_the_sizes(monkeypatch: pytest.MonkeyPatch, hugging_face: Path) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    words = ["--load", str(hugging_face), "--tensor-model-parallel-size", "2"]
+    expected = (
+        "--tensor-model-parallel-size 2 and --expert-model-parallel-size 1 divide the model over 2 processes, but "
+        "there are 4: start as many by torchrun, or change the sizes"
+    )
+    with pytest.raises(UserError, match=expected):
+        generate.run(options_of(words))
+    with pytest.raises(UserError, match=r"is evaluated by one process: for more, import it with tools/convert_checkp"):
+        generate.run(options_of([*words, "--expert-model-parallel-size", "4"]))
+    with pytest.raises(UserError, match="standard input reaches one of several processes only: give --prompt or"):
+        generate.read_prompts(options_of(words), processes=2)
+
+
+def decoded(checkpoint: Path, tensor: int, expert: int) -> tuple[list[list[int]], list[float]]:
+    """Return what a model generates, and how probable it finds some tokens, on this rank of a layout."""
+    import torch
+
+    from megagate.evaluate.directories import opened
+    from megagate.evaluate.layout import Layout
+    from megagate.evaluate.scores import continuation_scores
+
+    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    layout = Layout(tensor=tensor, expert=expert, rank=rank, local_rank=rank, world_size=world_size, decodes=True)
+    with opened(checkpoint, layout=layout) as (loaded, tokenizer):
+        found = generation.generate_tokens(
+            loaded,
+            [[5, 7, 9], [11], [4, 8]],
+            max_new_tokens=9,
+            end_of_document=tokenizer.eod,
+            vocabulary=tokenizer.vocab_size,
+            sampling=Sampling(temperature=1.0, seed=3),
+        )
+        pairs = [([5, 6, 7], [8, 9]), ([1], [2, 3, 4, 5])]
+        scores = sorted(continuation_scores(loaded, pairs))
+    return [tokens for tokens, _ in found], [score for _, score, _ in scores]
+
+
+@pytest.mark.parametrize(("ranks", "tensor", "expert"), [(2, 2, 2), (4, 2, 4)])
+def test_ranks_that_divide_the_model_write_the_same(text_model: Path, ranks: int, tensor: int, expert: int) -> None:
+    (expected, probable), *_ = run_distributed(decoded, 1, text_model, 1, 1)
+    assert len({token for tokens in expected for token in tokens}) > 10
+    for tokens, scores in run_distributed(decoded, ranks, text_model, tensor, expert):
+        assert tokens == expected
+        assert scores == pytest.approx(probable, rel=1e-5)
 
 
 class Bytes:

@@ -26,9 +26,15 @@ from megagate.errors import UserError, nearest, reason
 from megagate.evaluate.directories import check_directory, opened
 from megagate.evaluate.extension import HINT, Extension
 from megagate.evaluate.generation import Text, generate_tokens
-from megagate.evaluate.layout import refuse_ranks
 from megagate.evaluate.load import LoadedModel
-from megagate.evaluate.options import add_model_arguments, check_output, check_positive, write_file
+from megagate.evaluate.options import (
+    add_decoding_arguments,
+    add_model_arguments,
+    check_output,
+    check_positive,
+    decoding_layout,
+    write_file,
+)
 from megagate.evaluate.ruler.needles import ESSAY_NEEDLES, NEEDLES, sentences_of, variable_tracking
 from megagate.evaluate.ruler.questions import hotpot, question_task, squad
 from megagate.evaluate.ruler.sample import Sample, Task, make_sample, match_all, match_part
@@ -173,6 +179,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--hotpot", type=Path, metavar="FILE", help="HotpotQA's JSON file, for qa_2")
     add("--micro-batch-size", type=int, default=1, metavar="N", help="prompts computed at a time (1)")
     add("--output", metavar="FILE", help="write scores and answers as JSON")
+    add_decoding_arguments(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -181,14 +188,15 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         UserError: something in the options is missing or does not fit the checkpoint.
     """
-    refuse_ranks("tools/evaluate.py ruler")
+    layout = decoding_layout(options)
     check_positive(options, "samples", "micro_batch_size")
     check_output(options.output)
-    check_directory(options.load, options.ckpt_step)
+    check_directory(options.load, options.ckpt_step, layout.world_size)
     tasks = chosen_tasks(options)
+    extension, is_first = Extension.of(options), layout.rank == 0
     with (
         quiet(),
-        opened(options.load, options.ckpt_step, options.tokenizer_model, Extension.of(options)) as (loaded, tokenizer),
+        opened(options.load, options.ckpt_step, options.tokenizer_model, extension, layout) as (loaded, tokenizer),
     ):
         results = measure(
             loaded,
@@ -198,8 +206,10 @@ def run(options: argparse.Namespace) -> int:
             samples=options.samples,
             seed=options.seed,
             micro_batch_size=options.micro_batch_size,
-            show=lambda line: print(line, file=sys.stderr, flush=True),
+            show=lambda line: print(line, file=sys.stderr, flush=True) if is_first else None,
         )
+    if not is_first:
+        return 0
     found = scores(results)
     print(table(found))
     if options.output:
