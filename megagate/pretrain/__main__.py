@@ -77,13 +77,23 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
+def _sentence(error: BaseException) -> str:
+    failures = getattr(error, "failures", None)  # of torch's CheckpointException: rank -> what it raised, and where
+    if failures:
+        cause = next(iter(failures.values()))[0]
+        return f"a checkpoint cannot be read or written: {type(cause).__name__}: {reason(cause)}"
+    return f"{type(error).__name__}: {reason(error)}"
+
+
 def told() -> int:
     """Run `main`, and tell a supervisor how it failed."""
     try:
         return main()
-    except Exception as error:
+    except (SystemExit, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # which torch's CheckpointException is
         outcome = "user_error" if isinstance(error, UserError) else "failed"
-        write_outcome(outcome, int(os.environ.get("RANK", "0")), f"{type(error).__name__}: {reason(error)}"[:1000])
+        write_outcome(outcome, int(os.environ.get("RANK", "0")), _sentence(error)[:1000])
         if isinstance(error, BrokenPipeError):  # of a process that the rank needs, not of the reader of its output
             traceback.print_exc()
         raise
