@@ -70,6 +70,8 @@ class Attempt:
     """The node at fault, where it is known; several are joined by commas."""
     signal: str | None = None
     """The signal that told the supervisor to stop."""
+    began: bool = True
+    """It came as far as its first step."""
 
 
 class Action(StrEnum):
@@ -126,34 +128,46 @@ def decide(attempts: Sequence[Attempt], policy: Policy) -> Decision:
     if last.kind is Kind.ASKED:
         return Decision(Action.STOP, "a flag asked for an early end")
     if last.kind is Kind.STOPPED:
-        return _after_stop(last, policy)
+        return _after_stop(attempts, policy)
     if last.kind is Kind.USER_ERROR:
         return Decision(Action.GIVE_UP, "a mistake in what the run was given does not mend itself", EXIT_USER_ERROR)
     failures = _last_failures(attempts)
-    counted = [attempt for attempt in failures if attempt.kind not in NOT_COUNTED]
+    counted = [attempt for attempt in failures if attempt.kind not in NOT_COUNTED and _says_something(attempt)]
     at_step = [attempt for attempt in counted[-policy.same_step :] if attempt.step == last.step]
     if last.kind is Kind.SPIKE:  # its own limit: the batches at fault are skipped from now on
         return _unless_stuck(Decision(Action.RESTART, "the batches at fault are skipped"), failures, policy)
     if last in counted and len(at_step) == policy.same_step:
         reason = f"{policy.same_step} failures in a row at step {last.step}: it would fail there again"
         return Decision(Action.GIVE_UP, reason, EXIT_GAVE_UP)
-    wait = min(policy.longest_wait, policy.back_off * 2 ** (len(failures) - 2)) if len(failures) > 1 else 0.0
-    if last.kind is Kind.LOADING and len(counted) > 1 and counted[-2].kind is Kind.LOADING and last.started_at:
+    wait = min(policy.longest_wait, policy.back_off * 2 ** min(len(failures) - 2, 30)) if len(failures) > 1 else 0.0
+    loading = [attempt.saved for attempt in failures[-2:] if attempt.kind is Kind.LOADING]
+    if loading == [last.saved] * 2 and last.saved:
         return _unless_stuck(Decision(Action.ROLL_BACK, "the checkpoint failed twice to load"), failures, policy)
     on_host = [attempt for attempt in attempts[-5:] if last.host and attempt.host == last.host]
     again = len([attempt for attempt in on_host if attempt.kind not in ENDS]) > 1
+    nowhere = last.kind is Kind.PREFLIGHT and last.host is None  # what most nodes have is no fault of theirs
     at_fault = last.kind in (Kind.DEVICE, Kind.NODE, Kind.PREFLIGHT) or again
-    if at_fault and policy.can_requeue:
+    if at_fault and not nowhere and policy.can_requeue:
         exclude = (last.host,) if last.host else ()
         reason = f"the node {last.host} is at fault" if last.host else "a node is at fault"
         return _unless_stuck(Decision(Action.REQUEUE, reason, exclude=exclude), failures, policy)
     return _unless_stuck(Decision(Action.RESTART, "it may pass", wait=wait), failures, policy)
 
 
-def _after_stop(last: Attempt, policy: Policy) -> Decision:
+def _says_something(attempt: Attempt) -> bool:
+    """Whether a failure tells of its step: a run that has trained and does not start has trouble around it."""
+    return attempt.began or not attempt.saved
+
+
+def _after_stop(attempts: Sequence[Attempt], policy: Policy) -> Decision:
+    last = attempts[-1]
     if last.signal in ("SIGTERM", "SIGINT"):
         return Decision(Action.STOP, f"told to end by {last.signal}", EXIT_AGAIN)
     if policy.can_requeue:
+        stays = [attempt for attempt in attempts[-policy.without_progress :] if attempt.kind is Kind.STOPPED]
+        if len(stays) == policy.without_progress and all(stay.saved == last.saved for stay in stays):
+            reason = f"{len(stays)} stays in a row without a new checkpoint: the time limit is too short for one"
+            return Decision(Action.GIVE_UP, reason, EXIT_GAVE_UP)
         return Decision(Action.REQUEUE, "the time limit of the job")
     return Decision(Action.STOP, "told to save and end", EXIT_AGAIN)
 

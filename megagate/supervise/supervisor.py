@@ -98,7 +98,7 @@ class Supervisor:
         attempts: list[Attempt] = []
         for end in self.history.of("end"):
             kind, steps = Kind(end["kind"]), (end["started_at"], end["step"], end["saved"])
-            attempts.append(Attempt(kind, *steps, end.get("host"), end.get("signal")))
+            attempts.append(Attempt(kind, *steps, end.get("host"), end.get("signal"), end.get("began", True)))
             if end["decision"] in (Action.DONE, Action.STOP, Action.GIVE_UP):
                 attempts = []  # whatever was wrong may have been mended
         return attempts
@@ -109,10 +109,12 @@ class Supervisor:
         if not begun or (ended and ended[-1]["attempt"] == begun[-1]["attempt"]):
             return
         progress = records.read_progress(self.folder)
-        step = progress.step if progress else 0
+        saved = self._saved()
+        step = progress.step if progress else saved
         said = {outcome["outcome"] for outcome in records.read_outcomes(self.folder)}
         kind = Kind.FINISHED if "finished" in said else Kind.STOPPED if "stopped" in said else Kind.LOST
-        attempt = Attempt(kind, progress.started_at if progress else 0, step, self._saved())
+        start = progress.started_at if progress else saved
+        attempt = Attempt(kind, start, step, saved, began=progress is not None)
         last = progress.time if progress else begun[-1]["time"]
         details = {"message": "the job or its first node went away before the supervisor could say so", "ended": last}
         self._write_end(attempt, details, Decision(Action.RESTART, "the job is back"))
@@ -124,7 +126,8 @@ class Supervisor:
         environment[records.DIRECTORY_VARIABLE] = str(self.folder.resolve())
         environment[records.ATTEMPT_VARIABLE] = str(number)
         environment["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"] = str(self.folder.resolve() / "flight_recorder_rank_")
-        fields: dict[str, Any] = {"attempt": number, "from": self._saved(), "host": records.host()}
+        before = self._saved()
+        fields: dict[str, Any] = {"attempt": number, "from": before, "host": records.host()}
         last_moment = math.inf
         if slurm.job() is not None:
             restart = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
@@ -137,10 +140,13 @@ class Supervisor:
         if self.settings.preflight is not None:
             unfit = self._unfit(environment)
             if unfit is not None:
-                return replace(unfit[0], saved=self._saved()), unfit[1]
+                attempt, details = unfit
+                return replace(attempt, started_at=before, step=before, saved=self._saved(), began=False), details
         limits = self.settings.hang_after, self.settings.start_limit
         watch = Watch(self._trainer(), environment, self.folder, *limits, lock)
         attempt = watch.run(lambda: self._stop, last_moment)
+        if not attempt.began:
+            attempt = replace(attempt, started_at=before, step=before)
         return replace(attempt, saved=self._saved()), watch.details
 
     def _unfit(self, environment: dict[str, str]) -> tuple[Attempt, dict[str, Any]] | None:
@@ -208,6 +214,7 @@ class Supervisor:
             started_at=attempt.started_at,
             step=attempt.step,
             saved=attempt.saved,
+            began=attempt.began,
             steps_lost=done - kept,
             seconds=round(ended - begun["time"], 3),
             seconds_lost=round(ended - begun["time"] - useful, 3),

@@ -205,6 +205,7 @@ class Watch:
             step=progress.step if progress else 0,
             host=host,
             signal=self._told,
+            began=progress is not None,
         )
 
     def _kind(self, outcomes: list[dict[str, Any]], stepped: bool) -> tuple[Kind, str | None, str]:

@@ -55,6 +55,9 @@ def main() -> int:
     if end == "spike":
         records.write_outcome("spike", 0, "NaN", first=3, last=4, target=2)
         return 76
+    if end == "loading":
+        records.write_outcome("failed", 0, "CheckpointException: the checkpoint cannot be read")
+        return 1
     if end == "failed":
         records.write_outcome("failed", 3, "ValueError: bad", step=entry["steps"])
         return 1

@@ -9,8 +9,8 @@ from megagate.supervise.decide import PATTERNS, Action, Attempt, Kind, Policy, d
 LOCAL, SLURM = Policy(), Policy(can_requeue=True)
 
 
-def failed(step: int, saved: int = 0, kind: Kind = Kind.FAILED, host: str | None = None) -> Attempt:
-    return Attempt(kind, started_at=0, step=step, saved=saved, host=host)
+def failed(step: int, saved: int = 0, kind: Kind = Kind.FAILED, host: str | None = None, began: bool = True) -> Attempt:
+    return Attempt(kind, started_at=0, step=step, saved=saved, host=host, began=began)
 
 
 @pytest.mark.parametrize(
@@ -83,14 +83,48 @@ def test_a_node_at_fault_twice_is_left_out() -> None:
 
 
 def test_a_checkpoint_that_does_not_load() -> None:
-    attempt = Attempt(Kind.LOADING, started_at=500, step=500, saved=500)
-    assert decide([attempt], SLURM).action is Action.RESTART
-    assert decide([attempt, attempt], SLURM).action is Action.ROLL_BACK
+    newest, before, oldest = (failed(saved, saved, Kind.LOADING, began=False) for saved in (500, 400, 300))
+    attempts: list[Attempt] = []
+    for attempt in (newest, before, oldest):
+        attempts.append(attempt)
+        assert decide(attempts, SLURM).action is Action.RESTART
+        attempts.append(attempt)
+        assert decide(attempts, SLURM).action is Action.ROLL_BACK
+    nothing = failed(0, 0, Kind.LOADING, began=False)
+    assert decide([nothing, nothing], SLURM).action is Action.RESTART
+
+
+def test_a_run_that_has_trained_and_does_not_start_is_tried_for_longer() -> None:
+    """Its storage may be away for minutes; a run that has never trained is given up early."""
+    away = failed(500, 500, began=False)
+    assert [decide([away] * count, SLURM).action for count in (3, 9, 10)] == [
+        Action.RESTART,
+        Action.RESTART,
+        Action.GIVE_UP,
+    ]
+    assert decide([failed(0, 0, began=False)] * 3, SLURM).action is Action.GIVE_UP
+
+
+def test_a_time_limit_that_is_too_short_does_not_requeue_for_ever() -> None:
+    stay = Attempt(Kind.STOPPED, 500, 500, 500, signal="SIGUSR1")
+    assert decide([stay] * 9, SLURM).action is Action.REQUEUE
+    decision = decide([stay] * 10, SLURM)
+    assert (decision.action, decision.status) == (Action.GIVE_UP, 3)
+    longer = [Attempt(Kind.STOPPED, step, step + 1, step + 1, signal="SIGUSR1") for step in range(500, 520)]
+    assert decide(longer, SLURM).action is Action.REQUEUE
+
+
+def test_no_node_is_left_out_for_what_most_have() -> None:
+    attempts = [Attempt(Kind.PREFLIGHT)] * 3
+    decision = decide(attempts, SLURM)
+    assert (decision.action, decision.exclude, decision.wait) == (Action.RESTART, (), 20)
 
 
 def test_waits_grow_and_end() -> None:
     waits = [decide([failed(step, 500) for step in range(501, 501 + count)], LOCAL).wait for count in range(1, 10)]
     assert waits == [0, 10, 20, 40, 80, 160, 320, 600, 600]
+    patient = Policy(without_progress=10**6)
+    assert decide([failed(step, 500) for step in range(501, 3001)], patient).wait == 600
 
 
 @pytest.mark.parametrize(

@@ -92,6 +92,22 @@ def test_the_same_step_three_times(tmp_path: Path) -> None:
     assert [end["decision"] for end in run.ends] == ["restart", "restart", "give up"] * 2
 
 
+def test_a_checkpoint_that_does_not_load(tmp_path: Path) -> None:
+    """Tried twice, then moved away for the one before it."""
+    run = Supervised(tmp_path, [{"end": "loading"}, {"end": "loading"}, {"steps": 12, "save": 12, "end": "finished"}])
+    for step in (5, 8):
+        (run.save / f"iter_{step:07d}" / "mp_rank_00").mkdir(parents=True)
+    (run.save / "latest_checkpointed_iteration.txt").write_text("8")
+    status, output = run.run()
+    assert status == 0, output
+    assert [(end["kind"], end["decision"], end["started_at"], end["step"]) for end in run.ends] == [
+        ("loading", "restart", 8, 8),
+        ("loading", "roll back", 8, 8),
+        ("finished", "done", 5, 12),
+    ]
+    assert (run.save / "rolled_back" / "iter_0000008.1").is_dir()
+
+
 def test_a_mistake_of_the_user(tmp_path: Path) -> None:
     run = Supervised(tmp_path, [{"end": "user_error"}])
     status, output = run.run()
