@@ -46,6 +46,12 @@ def directory() -> Path | None:
     return Path(path) if path else None
 
 
+def say(text: str) -> None:
+    """Print a line, which goes to the main log; a full disk under the log must not end the run."""
+    with contextlib.suppress(OSError):
+        os.write(1, f"{text}\n".encode(errors="replace"))
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Progress
 
@@ -166,20 +172,28 @@ class History:
             self._unwritten = []
         except OSError as error:
             if error.errno in FULL:
-                print(f"megagate: {self.path} cannot be written: {error.strerror}", flush=True)
+                say(f"megagate: {self.path} cannot be written: {error.strerror}")
                 return record
             raise UserError(f"cannot write {self.path}: {error.strerror}; make room, or correct --save") from error
         return record
 
     def events(self) -> Iterator[dict[str, Any]]:
-        """Yield the events, the oldest first; a line that was cut short by a crash is passed over."""
+        """Yield the events, the oldest first; a line that a crash has cut short or damaged is passed over.
+
+        Raises:
+            UserError: the file cannot be read.
+        """
         try:
-            lines = self.path.read_text(encoding="utf-8").splitlines()
+            lines = self.path.read_text(encoding="utf-8", errors="replace").splitlines()
         except FileNotFoundError:
             lines = []
+        except OSError as error:
+            raise UserError(f"cannot read {self.path}: {error.strerror}; correct the path or its rights") from error
         for line in lines:
             with contextlib.suppress(ValueError):
-                yield json.loads(line)
+                record = json.loads(line)
+                if isinstance(record, dict) and "event" in record:
+                    yield record
         yield from self._unwritten
 
     def of(self, event: str) -> list[dict[str, Any]]:

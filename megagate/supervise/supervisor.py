@@ -66,7 +66,7 @@ class Supervisor:
             attempt, details = self._attempt(lock.fileno())
             decision = decide([*self._attempts(), attempt], self.settings.policy)
             self._write_end(attempt, details, decision)
-            print(f"megagate: {_sentence(attempt, details, decision)}", flush=True)
+            records.say(f"megagate: {_sentence(attempt, details, decision)}")
             status = self._act(decision)
             if status is not None:
                 lock.close()
@@ -231,7 +231,7 @@ class Supervisor:
         if decision.action is Action.ROLL_BACK:
             from megagate.checkpoint.keep import roll_back  # imports torch
 
-            print(f"megagate: going back to step {roll_back(self.save, 1)}", flush=True)
+            records.say(f"megagate: going back to step {roll_back(self.save, 1)}")
         deadline = time.time() + decision.wait
         while decision.action is not Action.REQUEUE and time.time() < deadline and self._stop is None:
             time.sleep(min(1.0, decision.wait))
@@ -244,7 +244,7 @@ class Supervisor:
         self._stop = None
         problem = slurm.requeue(decision.exclude)
         if problem is not None:
-            print(f"megagate: Slurm does not requeue the job ({problem}): submit it again to go on", flush=True)
+            records.say(f"megagate: Slurm does not requeue the job ({problem}): submit it again to go on")
             return EXIT_AGAIN
         deadline = time.time() + 60
         while self._stop is None and time.time() < deadline:  # until Slurm ends this process

@@ -5,7 +5,6 @@ import math
 import re
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -14,7 +13,7 @@ from typing import Any, cast
 
 from megagate.supervise import slurm
 from megagate.supervise.decide import PATTERNS, Attempt, Kind
-from megagate.supervise.records import read_outcomes, read_progress
+from megagate.supervise.records import read_outcomes, read_progress, say
 
 POLL = 0.2
 AGAIN = 15.0
@@ -62,10 +61,9 @@ class Log:
                 self._others += 1
                 if self._others > OTHER_LINES:
                     continue
-            sys.stdout.write(line)
-            sys.stdout.flush()
+            say(line.removesuffix("\n"))
             if self._others == OTHER_LINES:
-                print("megagate: what else the ranks print is in supervise/nodes/", flush=True)
+                say("megagate: what else the ranks print is in supervise/nodes/")
                 self._others += 1
 
     def _look(self, line: str) -> None:
@@ -165,7 +163,7 @@ class Watch:
         suspects = [text.split(" ")[0] for text in silent] or [text.split(" ")[0] for text in busy]
         if len(suspects) == 1:
             self.details["rank"] = int(suspects[0])
-        print(f"megagate: the run hangs ({self._hung}); stacks are in {self.folder / 'stacks'}", flush=True)
+        say(f"megagate: the run hangs ({self._hung}); stacks are in {self.folder / 'stacks'}")
         self.kill()
 
     def kill(self) -> None:

@@ -31,6 +31,8 @@ def main() -> int:
     stacks.write("node7\n")
     faulthandler.register(signal.SIGUSR2, file=stacks)
     print("ranks started", flush=True)
+    for _ in range(entry.get("print", 0)):
+        print("megagate: a line of the ranks", flush=True)
     if entry.get("end") == "user_error":
         records.write_outcome("user_error", 0, "UserError: no such flag")
         print("error: no such flag", flush=True)

@@ -26,14 +26,14 @@ class Supervised:
         (folder / "script.json").write_text(json.dumps(script))
         self.script = folder / "script.json"
 
-    def start(self, *flags: str) -> subprocess.Popen:
+    def start(self, *flags: str, stdout: Any = subprocess.PIPE) -> subprocess.Popen:
         words = [sys.executable, "-m", "megagate.supervise", "run", "--back-off", "0", *flags, "--", sys.executable]
         words += [str(ROOT / "tests" / "supervise" / "ranks.py"), str(self.script), "-m", "megagate.pretrain"]
         return subprocess.Popen(
             [*words, "--save", str(self.save)],
             cwd=ROOT,
             env=dict(os.environ, PYTHONPATH=str(ROOT)),
-            stdout=subprocess.PIPE,
+            stdout=stdout,
             stderr=subprocess.STDOUT,
             text=True,
         )
@@ -191,6 +191,22 @@ def test_a_history_that_was_cut_short(tmp_path: Path) -> None:
     assert [event["event"] for event in history.events()] == ["attempt"]
     history.add("end", attempt=1)
     assert [event["event"] for event in History(tmp_path).events()] == ["attempt", "end"]
+    history.path.write_bytes(b'\xff\x00{"event"\n5\n' + history.path.read_bytes())
+    assert [event["event"] for event in History(tmp_path).events()] == ["attempt", "end"]
+
+
+def test_a_history_that_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"cannot read .*history.jsonl: Not a directory; correct the path"):
+        screen(tmp_path / "file")
+
+
+def test_a_main_log_on_a_full_disk(tmp_path: Path) -> None:
+    """The run goes on, though more is printed than a pipe holds."""
+    run = Supervised(tmp_path, [{"print": 4000, "steps": 4, "save": 4, "end": "finished"}])
+    with open("/dev/full", "w") as full:
+        assert run.start(stdout=full).wait(60) == 0
+    assert [end["kind"] for end in run.ends] == ["finished"]
 
 
 def test_a_history_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
