@@ -6,6 +6,7 @@ the terminal, as do all of megagate's own (they begin with its name). Standard e
 and crashes are seen.
 """
 
+import contextlib
 import io
 import logging
 import os
@@ -38,7 +39,8 @@ class Terminal(io.TextIOBase):
         self._line += text
         *lines, self._line = self._line.split("\n")
         for line in lines:
-            self.log.write(line + "\n")
+            with contextlib.suppress(OSError):  # a full disk ends no training; checkpoints wait for room by themselves
+                self.log.write(line + "\n")
             if SHOWN.search(line):
                 self.terminal.write(line.strip() + "\n")
                 self.terminal.flush()
@@ -46,7 +48,8 @@ class Terminal(io.TextIOBase):
 
     def flush(self) -> None:
         """Flush the log; the terminal is flushed line by line."""
-        self.log.flush()
+        with contextlib.suppress(OSError):
+            self.log.flush()
 
     def isatty(self) -> bool:
         """Return False: what reads this is a program."""

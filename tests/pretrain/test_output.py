@@ -1,5 +1,6 @@
 """The terminal shows progress; everything else, also what C++ code writes, is in the log file."""
 
+import contextlib
 import io
 import os
 import subprocess
@@ -85,3 +86,14 @@ raise KeyError("a crash")
     log = (tmp_path / "rank_3.log").read_text()
     for text in ("early noise", "a warning", "megagate: progress", "WARNING x: logged", "from C++"):
         assert text in log
+
+
+def test_a_log_on_a_full_disk() -> None:
+    """Training goes on, and the terminal is told."""
+    terminal = io.StringIO()
+    stream = Terminal(terminal)
+    with contextlib.suppress(OSError), open("/dev/full", "w", buffering=1) as full:
+        stream.log = full
+        print("megagate: hello", file=stream)
+        stream.flush()
+    assert terminal.getvalue() == "megagate: hello\n"
