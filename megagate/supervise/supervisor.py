@@ -134,7 +134,7 @@ class Supervisor:
             fields |= {"job": slurm.job(), "restart": restart, "nodes": slurm.nodes()}
             left = slurm.seconds_left()
             if left is not None:
-                last_moment = time.time() + left - min(LAST_SECONDS, left / 4)
+                last_moment = time.monotonic() + left - min(LAST_SECONDS, left / 4)
                 environment[END_TIME_VARIABLE] = f"{time.time() + left - min(self._margin(), left / 4):.0f}"
         self.history.add("attempt", **fields)
         if self.settings.preflight is not None:

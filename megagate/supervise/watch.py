@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from megagate.errors import EXIT_USER_ERROR, UserError
 from megagate.supervise import slurm
 from megagate.supervise.decide import PATTERNS, Attempt, Kind
 from megagate.supervise.records import read_outcomes, read_progress, say
@@ -20,10 +21,19 @@ AGAIN = 15.0
 """Seconds after which a rank that does not end is told again: it may not have listened yet."""
 STACK_SECONDS = 5.0
 """How long ranks that hang have to write their stacks."""
+END_SECONDS = 30.0
+"""How long ranks that are killed have to end: what they write on other nodes is seen here then, at the latest."""
+UNKILLABLE = 180.0
+"""Seconds after which what does not die is left behind: a process that waits for a broken device cannot be killed."""
+NAMED = 8
+"""Ranks that a message names."""
 OTHER_LINES = 400
 """Lines of an attempt, besides those of the training log, that go to the main log: thousands of ranks may all fail."""
 
-LOG_LINE = re.compile(r"^megagate|\biteration +\d+/|validation loss|checkpoint|exiting program|^error: ")
+LOG_LINE = re.compile(
+    r"^megagate|\biteration +\d+/|validation loss at|^ ?loading .*checkpoint from|exiting program|^error: "
+    r"|successfully (loaded|saved) checkpoint|saving checkpoint at"
+)
 LAUNCHER = re.compile(r"torch\.distributed\.run|torchrun")
 """What would end the ranks when it is told to end."""
 FULL_DISK = re.compile(r"No space left on device|Disk quota exceeded")
@@ -78,11 +88,14 @@ class Log:
         if match and self._in_report:
             self.report.setdefault(match[1], match[2])
             self._in_report = len(self.report) < 3
-        if self.found is None:
-            for kind, pattern in PATTERNS:
-                match = pattern.search(line)
-                if match:
-                    self.found = kind, match.groupdict().get("host"), line.strip()
+        for kind, pattern in PATTERNS:
+            match = pattern.search(line)
+            if match is None:
+                continue
+            named = match.groupdict().get("host")
+            if self.found is None or (self.found[:2] == (kind, None) and named):  # a later line may name the node
+                self.found = kind, named, line.strip()
+            return
 
 
 class Watch:
@@ -109,18 +122,24 @@ class Watch:
         self.details: dict[str, Any] = {}
         self._told: str | None = None
         self._hung = ""
+        self._left_behind = False
         self._started = time.time()
-        self._child = subprocess.Popen(
-            command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-            pass_fds=(lock,),
-        )
+        self._step: int | None = None
+        self._changed = time.monotonic()
+        try:
+            self._child = subprocess.Popen(
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                start_new_session=True,
+                pass_fds=(lock,),
+            )
+        except OSError as error:
+            raise UserError(f"cannot start {command[0]}: {error.strerror}; correct the command after --") from error
         self._log = Log(self._child.stdout)
 
     def run(self, stop: Callable[[], str | None], last_moment: float = math.inf) -> Attempt:
@@ -128,43 +147,61 @@ class Watch:
 
         Args:
             stop: returns the signal that told the supervisor to end, if one did.
-            last_moment: seconds since 1970 at which ranks that were told to end, and have not, are ended.
+            last_moment: of time.monotonic(), at which ranks that have not ended are ended.
         """
-        told_at = 0.0
+        told_at = killed_at = -math.inf
+        first_kill = math.inf
         while self._child.poll() is None:
-            if stop() is not None and time.time() - told_at > AGAIN:
-                self._told, told_at = stop(), time.time()
+            now = time.monotonic()
+            if stop() is not None and now - told_at > AGAIN:
+                self._told, told_at = stop(), now
                 self._send("USR1")
-            if self._told is not None and time.time() > last_moment:
-                self.kill()
-            if not self._hung and self._silent_for() > 0:
+            if now > last_moment:
+                self._told = self._told or "SIGUSR1"  # as Slurm's warning would have
+            elif not self._hung and self._silent_for() > 0:
                 self._end_hang()
+            if (self._hung or now > last_moment) and now - killed_at > AGAIN:
+                killed_at, first_kill = now, min(first_kill, now)
+                self.kill()
+            if now - first_kill > UNKILLABLE:
+                self._left_behind = True
+                self._child.kill()
             time.sleep(POLL)
         self._log.close()
         return self._attempt()
 
     def _silent_for(self) -> float:
-        """Return the seconds by which the attempt is late, not above 0 if it isn't."""
+        """Return the seconds by which the attempt is late, not above 0 if it isn't.
+
+        By this process's own clock, which nobody sets.
+        """
         progress = read_progress(self.folder)
-        if progress is None or progress.step == progress.started_at:
-            return time.time() - self._started - self._start_limit
-        return time.time() - progress.time - self._hang_after
+        step = None if progress is None or progress.step == progress.started_at else progress.step
+        if step != self._step:
+            self._step, self._changed = step, time.monotonic()
+        limit = self._start_limit if step is None else self._hang_after
+        return time.monotonic() - self._changed - limit
 
     def _end_hang(self) -> None:
         self._send("USR2")
         time.sleep(STACK_SECONDS)
+        self.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._child.wait(END_SECONDS)
         silent, busy = stacks(self.folder)
         parts = []
         if silent:
-            parts.append(f"no answer from rank {', '.join(silent)}")
+            parts.append(f"no answer from rank {_some(silent)}")
         if busy:
-            parts.append(f"outside of communication: {', '.join(busy)}")
-        self._hung = "; ".join(parts) or "all ranks wait in communication"
+            parts.append(f"outside of communication: {_some(busy)}")
+        nothing = (
+            "all ranks wait in communication" if any(self.folder.glob("stacks/rank_*.txt")) else "no rank is there"
+        )
+        self._hung = "; ".join(parts) or nothing
         suspects = [text.split(" ")[0] for text in silent] or [text.split(" ")[0] for text in busy]
         if len(suspects) == 1:
             self.details["rank"] = int(suspects[0])
         say(f"megagate: the run hangs ({self._hung}); stacks are in {self.folder / 'stacks'}")
-        self.kill()
 
     def kill(self) -> None:
         """End the ranks at once."""
@@ -185,15 +222,18 @@ class Watch:
                 details.setdefault("rank", int(report["rank"]))
             elif first is not None:
                 details.setdefault("rank", first["rank"])
-            host = host or (first or {}).get("host") or report.get("host")
-            rank_host = self._host_of(details.get("rank"))
-            host = rank_host or host
+            others = (self._host_of(details.get("rank")), (first or {}).get("host"), report.get("host"))
+            host = host or next((other for other in others if other), None)
         details["message"] = message[:1000]
         details["skips"] = [
             {name: outcome[name] for name in ("first", "last", "target", "message")}
             for outcome in outcomes
             if outcome["outcome"] == "spike"
         ]
+        dumps = [path for path in self.folder.glob("flight_recorder_rank_*") if path.stat().st_mtime >= self._started]
+        if dumps:
+            details["flight_recorder"] = len(dumps)
+            say(f"megagate: NCCL's last operations on {len(dumps)} ranks are in {self.folder}/flight_recorder_rank_N")
         if self._log.save_seconds:
             details["save_seconds"] = self._log.save_seconds
         details["status"] = self._child.returncode
@@ -208,6 +248,8 @@ class Watch:
 
     def _kind(self, outcomes: list[dict[str, Any]], stepped: bool) -> tuple[Kind, str | None, str]:
         by_name = {outcome["outcome"]: outcome for outcome in reversed(outcomes)}
+        if self._left_behind:
+            return Kind.NODE, None, f"processes on a node cannot be killed ({self._hung or 'they were told to end'})"
         if self._hung:
             return Kind.HANG, None, self._hung
         if "spike" in by_name:
@@ -219,6 +261,8 @@ class Watch:
             return Kind.FAILED, None, "it ended with status 0, but rank 0 did not say how"
         if FULL_DISK.search(f"{self._log.error} {by_name.get('user_error', {}).get('message', '')}"):
             return Kind.FAILED, None, self._log.error  # said as a mistake of the user's, but it may pass
+        if self._child.returncode == EXIT_USER_ERROR and self._log.error:  # said before any rank was there
+            return Kind.USER_ERROR, None, self._log.error
         if "user_error" in by_name:
             return Kind.USER_ERROR, by_name["user_error"]["host"], self._log.error or by_name["user_error"]["message"]
         if self._told is not None:  # it did not get as far as its first step, or could not save
@@ -232,7 +276,7 @@ class Watch:
         failed = by_name.get("failed")
         message = failed["message"] if failed else f"exit status {self._child.returncode}"
         loading = not stepped and "checkpoint" in message.lower()
-        return (Kind.LOADING if loading else Kind.FAILED), failed["host"] if failed else None, message
+        return (Kind.LOADING if loading else Kind.FAILED), None, message
 
     def _host_of(self, rank: int | None) -> str | None:
         """Return the node of a rank, as the rank wrote it at its start."""
@@ -270,6 +314,12 @@ def stacks(folder: Path) -> tuple[list[str], list[str]]:
         if not any(COMMUNICATION.search(frame) for frame in frames[:4]):
             busy.append(f"{rank} ({frames[0] if frames else 'no Python frame'})")
     return silent, busy
+
+
+def _some(names: Sequence[str]) -> str:
+    """Return the first of many names, and how many more there are."""
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return ", ".join(names[:NAMED]) + more
 
 
 def _signal_name(number: int) -> str:
