@@ -6,6 +6,8 @@ import subprocess
 import time
 from collections.abc import Sequence
 
+from megagate.supervise.records import say
+
 TRIES = 60
 """How often, half a second apart, a change is tried that Slurm refuses while the job is being requeued."""
 
@@ -16,14 +18,18 @@ def job() -> str | None:
 
 
 def nodes() -> list[str]:
-    """Return the names of the job's nodes."""
-    return _run("scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"])[1].split()
+    """Return the names of the job's nodes, or none where Slurm does not say."""
+    status, text = _run("scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"])
+    return text.split() if status == 0 else []
 
 
 def seconds_left() -> float | None:
     """Return how long the job may still run, or None without a limit."""
     status, text = _run("squeue", "--noheader", "--job", os.environ["SLURM_JOB_ID"], "--format", "%L")
-    return parse_time(text.strip()) if status == 0 else None
+    if status == 0:
+        return parse_time(text.strip())
+    end = os.environ.get("SLURM_JOB_END_TIME", "")  # as it was at the start; of newer versions
+    return max(0.0, int(end) - time.time()) if end.isdigit() else None
 
 
 def parse_time(text: str) -> float | None:
@@ -49,7 +55,7 @@ def requeue(exclude: Sequence[str] = ()) -> str | None:
     """Put the job back into the queue, never again on the nodes in `exclude`; Slurm then ends this process.
 
     Returns:
-        What went wrong, or None.
+        Why the job is not requeued, or None. One that is, but may come to the same nodes, says so in the log.
     """
     number = os.environ["SLURM_JOB_ID"]
     if not exclude:
@@ -63,7 +69,12 @@ def requeue(exclude: Sequence[str] = ()) -> str | None:
     if status:
         return text
     problem = _insist("scontrol", "update", f"JobId={number}", f"ExcNodeList={','.join([*listed, *exclude])}")
-    return _insist("scontrol", "release", number) or problem
+    if problem is not None:
+        say(f"megagate: Slurm does not leave out {','.join(exclude)} ({problem})")
+    problem = _insist("scontrol", "release", number)
+    if problem is not None:
+        say(f"megagate: Slurm holds the job ({problem}): scontrol release {number}")
+    return None
 
 
 def _insist(*words: str) -> str | None:

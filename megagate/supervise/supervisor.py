@@ -16,15 +16,19 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from megagate.errors import UserError
+from megagate.errors import EXIT_USER_ERROR, UserError
 from megagate.supervise import preflight, records, slurm
 from megagate.supervise.decide import EXIT_AGAIN, Action, Attempt, Decision, Kind, Policy, decide
 from megagate.supervise.records import END_TIME_VARIABLE, History
-from megagate.supervise.watch import Watch, send
+from megagate.supervise.watch import END_SECONDS, Watch, send
 
 TRAINER = "megagate.pretrain"
 LAST_SECONDS = 30.0
 """Before a job's time limit, to put it back into the queue: one that has run out of time does not come back."""
+NOT_STARTED = (EXIT_USER_ERROR, 126, 127)
+"""Exit statuses of launch/node.sh, of a shell and of srun for what cannot be started."""
+LOCK_SECONDS = 300.0
+"""How long a job waits for the lock of the one before it."""
 
 
 @dataclass(frozen=True)
@@ -64,10 +68,11 @@ class Supervisor:
         self._close_lost_attempt()
         while True:
             attempt, details = self._attempt(lock.fileno())
-            decision = decide([*self._attempts(), attempt], self.settings.policy)
+            attempts = [*self._attempts(), attempt]
+            decision = decide(attempts, self.settings.policy)
             self._write_end(attempt, details, decision)
             records.say(f"megagate: {_sentence(attempt, details, decision)}")
-            status = self._act(decision)
+            status = self._act(decision, attempts)
             if status is not None:
                 lock.close()
                 return status
@@ -83,15 +88,21 @@ class Supervisor:
             lock = open(self.folder / "lock", "a", encoding="utf-8")  # noqa: SIM115 - until the process ends
         except OSError as error:
             raise UserError(f"cannot write in {self.folder}: {error.strerror}; correct --save") from error
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UserError(
-                f"another supervisor, or ranks that it left, write into {self.save}: end them, or give another --save"
-            ) from error
-        except OSError:  # a file system without locks
-            pass
-        return lock
+        # The file server holds the lock of a node that has gone away until it notices.
+        deadline = time.monotonic() + (LOCK_SECONDS if slurm.job() is not None else 0.0)
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return lock
+            except BlockingIOError as error:
+                if time.monotonic() >= deadline or self._stop is not None:
+                    raise UserError(
+                        f"another supervisor, or ranks that it left, write into {self.save}: end them, or give "
+                        "another --save"
+                    ) from error
+            except OSError:  # a file system without locks
+                return lock
+            time.sleep(1)
 
     def _attempts(self) -> list[Attempt]:
         """Return the attempts that have ended since someone last started the run by hand, the oldest first."""
@@ -102,6 +113,10 @@ class Supervisor:
             if end["decision"] in (Action.DONE, Action.STOP, Action.GIVE_UP):
                 attempts = []  # whatever was wrong may have been mended
         return attempts
+
+    def _has_trained(self) -> bool:
+        """Whether the run has done a step since someone last started it by hand."""
+        return any(attempt.began for attempt in self._attempts())
 
     def _close_lost_attempt(self) -> None:
         """Write the end of an attempt whose supervisor went away with its node."""
@@ -147,31 +162,50 @@ class Supervisor:
         attempt = watch.run(lambda: self._stop, last_moment)
         if not attempt.began:
             attempt = replace(attempt, started_at=before, step=before)
+            if attempt.kind is Kind.USER_ERROR and self._has_trained():
+                # Nobody has changed what was given: a file is gone, on one node or for a while.
+                damaged = "checkpoint" in watch.details["message"].lower()
+                attempt = replace(attempt, kind=Kind.LOADING if damaged else Kind.FAILED)
         return replace(attempt, saved=self._saved()), watch.details
 
     def _unfit(self, environment: dict[str, str]) -> tuple[Attempt, dict[str, Any]] | None:
         """Check the nodes; return the end of the attempt if there it ends."""
         preflight.clear(self.folder)
-        started = time.time()
+        started = time.monotonic()
         start = self.command[: self.command.index(TRAINER)]
         flags = ["--folder", str(self.folder.resolve()), *(self.settings.preflight or ())]
-        child = subprocess.Popen([*start, preflight.__name__, *flags], env=environment, stdin=subprocess.DEVNULL)
+        try:
+            child = subprocess.Popen([*start, preflight.__name__, *flags], env=environment, stdin=subprocess.DEVNULL)
+        except OSError as error:
+            raise UserError(f"cannot start {start[0]}: {error.strerror}; correct the command after --") from error
         late = False
         while child.poll() is None:
-            late = time.time() - started > self.settings.preflight_limit
+            late = time.monotonic() - started > self.settings.preflight_limit
             if late or self._stop is not None:
                 send(child, "KILL")
-                child.wait()
+                try:
+                    child.wait(END_SECONDS)
+                except subprocess.TimeoutExpired:
+                    child.kill()  # what it has started on a broken node may never end
             time.sleep(0.1)
         if self._stop is not None:
             return Attempt(Kind.STOPPED, signal=self._stop), {"message": "during the checks of the nodes"}
-        found = preflight.unfit(self.folder, slurm.nodes() if slurm.job() else [])
-        self.history.add("preflight", seconds=round(time.time() - started, 3), unfit=found)
+        nodes = slurm.nodes() if slurm.job() else []
+        found = preflight.unfit(self.folder, nodes)
+        self.history.add("preflight", seconds=round(time.monotonic() - started, 3), unfit=found)
+        if child.returncode == 0 and not (self.folder / preflight.SUMMARY).is_file():
+            said = f"what the ranks write into {self.folder} is not seen here: mount it in their container (--mounts)"
+            records.say(f"error: {said}")
+            return Attempt(Kind.USER_ERROR), {"message": said}
         if child.returncode == 0:
             return None
+        if child.returncode in NOT_STARTED and not self._has_trained():
+            return Attempt(Kind.USER_ERROR), {"message": "the checks of the nodes did not start: the log says why"}
         said = "; ".join(f"{node}: {', '.join(problems)}" for node, problems in found.items())
         message = said or f"the checks ended with status {child.returncode}{' after their time' if late else ''}"
-        return Attempt(Kind.PREFLIGHT, host=",".join(found) or None), {"message": message}
+        if 1 < len(nodes) < 2 * len(found):
+            message, found = f"most nodes do not pass, so it is not theirs: {message}", {}
+        return Attempt(Kind.PREFLIGHT, host=",".join(found) or None), {"message": message[:1000]}
 
     def _margin(self) -> float:
         """Return the seconds before the time limit at which the last save begins: more where saves have been slow."""
@@ -216,38 +250,45 @@ class Supervisor:
             saved=attempt.saved,
             began=attempt.began,
             steps_lost=done - kept,
-            seconds=round(ended - begun["time"], 3),
-            seconds_lost=round(ended - begun["time"] - useful, 3),
+            seconds=round(max(0.0, ended - begun["time"]), 3),
+            seconds_lost=round(max(0.0, ended - begun["time"] - useful), 3),
             decision=decision.action,
             reason=decision.reason,
             exclude=list(decision.exclude),
             **details,
         )
 
-    def _act(self, decision: Decision) -> int | None:
-        """Do what was decided; return the exit status if that ends the supervisor."""
+    def _act(self, decision: Decision, attempts: Sequence[Attempt]) -> int | None:
+        """Do what was decided after `attempts`; return the exit status if that ends the supervisor."""
         if decision.action in (Action.DONE, Action.STOP, Action.GIVE_UP):
             return decision.status
         if decision.action is Action.ROLL_BACK:
             from megagate.checkpoint.keep import roll_back  # imports torch
 
             records.say(f"megagate: going back to step {roll_back(self.save, 1)}")
-        deadline = time.time() + decision.wait
-        while decision.action is not Action.REQUEUE and time.time() < deadline and self._stop is None:
+        if decision.action is Action.REQUEUE and attempts[-1].kind is not Kind.STOPPED:
+            problem = slurm.requeue(decision.exclude)
+            if problem is None:
+                return self._wait_for_slurm()
+            records.say(f"megagate: Slurm does not requeue the job ({problem}): going on with the nodes that it has")
+            return self._act(decide(attempts, replace(self.settings.policy, can_requeue=False)), attempts)
+        deadline = time.monotonic() + decision.wait
+        while decision.action is not Action.REQUEUE and time.monotonic() < deadline and self._stop is None:
             time.sleep(min(1.0, decision.wait))
         out_of_time = self._stop == "SIGUSR1" and self.settings.policy.can_requeue
         if decision.action is Action.REQUEUE or out_of_time:
-            return self._requeue(decision)
-        return None if self._stop is None else EXIT_AGAIN
-
-    def _requeue(self, decision: Decision) -> int:
-        self._stop = None
-        problem = slurm.requeue(decision.exclude)
-        if problem is not None:
+            problem = slurm.requeue()
+            if problem is None:
+                return self._wait_for_slurm()
             records.say(f"megagate: Slurm does not requeue the job ({problem}): submit it again to go on")
             return EXIT_AGAIN
-        deadline = time.time() + 60
-        while self._stop is None and time.time() < deadline:  # until Slurm ends this process
+        return None if self._stop is None else EXIT_AGAIN
+
+    def _wait_for_slurm(self) -> int:
+        """Wait until Slurm ends this process, whose job it has requeued."""
+        self._stop = None
+        deadline = time.monotonic() + 60
+        while self._stop is None and time.monotonic() < deadline:
             time.sleep(0.1)
         return EXIT_AGAIN
 
