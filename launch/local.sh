@@ -22,6 +22,5 @@ if [ "$gpus" -gt 0 ]; then
 else
     export MEGAGATE_ENV="${MEGAGATE_ENV:-cpu}"
 fi
-read -r -a supervisor <<<"${MEGAGATE_SUPERVISOR:-}"
-exec "$MEGAGATE_PYTHON" -m megagate.supervise run "${supervisor[@]}" -- \
+exec "$MEGAGATE_PYTHON" -m megagate.supervise run -- \
     bash "$root/launch/node.sh" -m megagate.pretrain "$@"

@@ -20,7 +20,7 @@ sys.path.insert(0, str(ROOT))
 
 from megagate.errors import UserError, run_command  # noqa: E402
 from megagate.pretrain.parser import Parser  # noqa: E402
-from megagate.supervise.__main__ import last_value  # noqa: E402
+from megagate.supervise.flags import last_value  # noqa: E402
 from megagate.supervise.records import FOLDER, write_whole  # noqa: E402
 
 TEMPLATE = ROOT / "launch" / "slurm" / "pretrain.sbatch"

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from megagate.errors import run_command
+from megagate.pretrain.parser import Parser
 from megagate.supervise.records import host, write_whole
 
 EXIT_UNFIT = 4
@@ -37,7 +38,7 @@ REPEATS = 5
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the flags."""
-    parser = argparse.ArgumentParser(prog="python -m megagate.supervise.preflight", description=__doc__)
+    parser = Parser(prog="python -m megagate.supervise.preflight", description=__doc__)
     parser.add_argument(
         "--folder", type=Path, required=True, help="where the records go, on the checkpoints' file system"
     )

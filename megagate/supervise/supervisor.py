@@ -19,6 +19,7 @@ from typing import Any
 from megagate.errors import EXIT_USER_ERROR, UserError
 from megagate.supervise import preflight, records, slurm
 from megagate.supervise.decide import EXIT_AGAIN, Action, Attempt, Decision, Kind, Policy, decide
+from megagate.supervise.flags import is_given
 from megagate.supervise.records import END_TIME_VARIABLE, History
 from megagate.supervise.watch import END_SECONDS, Watch, send
 
@@ -58,6 +59,7 @@ class Supervisor:
         self.command, self.save, self.settings = list(command), save, settings
         self.folder = save / records.FOLDER
         self.history = History(self.folder)
+        self._loads = is_given(self.command, "load")
         self._stop: str | None = None
 
     def run(self) -> int:
@@ -215,8 +217,7 @@ class Supervisor:
     def _trainer(self) -> list[str]:
         """Return the command, which loads the run's own checkpoint once there is one."""
         has_checkpoint = (self.save / "latest_checkpointed_iteration.txt").is_file() or any(self.save.glob("iter_*"))
-        given = any(word.split("=")[0] == "--load" for word in self.command)
-        if not has_checkpoint and given:
+        if not has_checkpoint and self._loads:
             return self.command
         return [*self.command, "--load", str(self.save), "--allow-fresh-start"]
 

@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 
 from megagate.errors import UserError
+from megagate.supervise.decide import Policy
 from megagate.supervise.records import FOLDER, History, ProgressFile, read_progress
 from megagate.supervise.status import goodput, screen
+from megagate.supervise.supervisor import Settings, Supervisor
 from tests.distributed import ROOT
 from tests.launch.cluster import wait_for
 
@@ -231,6 +233,9 @@ def test_progress_is_read_back(tmp_path: Path) -> None:
     assert found.first_time <= found.time
 
 
+RUN = ["run", "--", "torchrun", "-m", "megagate.pretrain"]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -238,6 +243,17 @@ def test_progress_is_read_back(tmp_path: Path) -> None:
         (["run", "--", "torchrun", "-m", "megagate.pretrain"], "needs --save"),
         (["status", "nowhere"], "nowhere has no history of a supervised run"),
         (["run", "--backoff", "1"], "--backoff"),
+        (["run", "--same-step", "0"], "argument --same-step: must be at least 1, not 0"),
+        (["run", "--hang-after", "nan"], "argument --hang-after: must be at least 1, not nan"),
+        (["run", "--back-off", "soon"], "argument --back-off: invalid number value: 'soon'"),
+        (
+            [*RUN, "--save", "s", "--finetune"],
+            "--finetune would hold at each restart of a supervised run: leave it out",
+        ),
+        ([*RUN, "--save", "s", "--ckpt-step=5"], "write that step into latest_checkpointed_iteration.txt"),
+        ([*RUN, "--recipe", "nowhere.yaml"], "nowhere.yaml"),
+        (["run", "--preflight-flags", "--slow 'x", *RUN[1:]], "No closing quotation; correct the quotes"),
+        (["run", "--preflight-flags", "--slow-facto=3 --x 1", *RUN[1:], "--save", "s"], "--x is no flag"),
     ],
 )
 def test_refused(words: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,3 +262,36 @@ def test_refused(words: list[str], message: str, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(sys, "argv", ["megagate.supervise", *words])
     with pytest.raises(UserError, match=message):
         command.main()
+
+
+def test_flags_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Words as a shell takes them; what is typed wins."""
+    from megagate.supervise import __main__ as command
+
+    seen = []
+    monkeypatch.setattr(command, "Supervisor", lambda *arguments: seen.append(arguments) or sys.exit(0))
+    words = "--hang-after 60 --same-step 5 --preflight on --preflight-flags '--slow-factor 3 --min-disk 2'"
+    monkeypatch.setenv("MEGAGATE_SUPERVISOR", words)
+    monkeypatch.setattr(sys, "argv", ["megagate.supervise", "run", "--same-step", "7", *RUN[1:], "--save", "s"])
+    with pytest.raises(SystemExit):
+        command.main()
+    _, save, settings = seen[0]
+    assert (save, settings.hang_after, settings.policy.same_step) == (Path("s"), 60, 7)
+    assert settings.preflight == ("--slow-factor", "3", "--min-disk", "2")
+
+
+def test_what_a_first_start_loads(tmp_path: Path) -> None:
+    """Where the recipe or the command line names it, that; later starts load the run's own."""
+    (tmp_path / "plain.yaml").write_text("lr: 1")
+    (tmp_path / "loads.yaml").write_text("load: /base")
+    own = ["--load", str(tmp_path / "save"), "--allow-fresh-start"]
+    for recipe, flags, expected in (
+        ("plain.yaml", [], own),
+        ("loads.yaml", [], []),
+        ("plain.yaml", ["--load=/base"], []),
+    ):
+        command = ["torchrun", "-m", "megagate.pretrain", "--recipe", str(tmp_path / recipe), *flags]
+        supervisor = Supervisor(command, tmp_path / "save", Settings(Policy(), 1, 1, 1))
+        assert supervisor._trainer() == [*command, *expected]
+    (tmp_path / "save" / "iter_0000001").mkdir(parents=True)
+    assert supervisor._trainer() == [*command, *own]
