@@ -20,8 +20,11 @@ sys.path.insert(0, str(ROOT))
 
 from megagate.errors import UserError, run_command  # noqa: E402
 from megagate.pretrain.parser import Parser  # noqa: E402
-from megagate.supervise.flags import last_value  # noqa: E402
+from megagate.supervise.__main__ import build_parser as build_supervisor_parser  # noqa: E402
+from megagate.supervise.__main__ import words_of  # noqa: E402
+from megagate.supervise.flags import check, last_value  # noqa: E402
 from megagate.supervise.records import FOLDER, write_whole  # noqa: E402
+from megagate.supervise.slurm import parse_limit  # noqa: E402
 
 TEMPLATE = ROOT / "launch" / "slurm" / "pretrain.sbatch"
 MARKER = "# ---- settings"
@@ -70,8 +73,8 @@ def fill(template: str, options: dict[str, str | None], settings: dict[str, str]
     """
     lines = template.splitlines()
     for name, value in options.items():
-        line = f"#SBATCH {name}={value}" if value else f"#SBATCH {name}"
-        present = [number for number, text in enumerate(lines) if re.match(rf"#SBATCH {name}(=|$)", text)]
+        line = f"#SBATCH {name}={shlex.quote(value)}" if value else f"#SBATCH {name}"
+        present = [number for number, text in enumerate(lines) if re.match(rf"#SBATCH {re.escape(name)}(=|$)", text)]
         for number in reversed(present):
             del lines[number]
         if value is not None:
@@ -80,6 +83,16 @@ def fill(template: str, options: dict[str, str | None], settings: dict[str, str]
     filled = [f"export {name}={shlex.quote(value)}" for name, value in settings.items()]
     lines[marker + 1 : marker + 1] = [*filled, f"set -- {shlex.join(trainer)}"]
     return "\n".join(lines) + "\n"
+
+
+def mounts(given: str | None, needed: list[Path]) -> str | None:
+    """Return what a container mounts: what is given, and folders that lie neither there nor in this repository."""
+    listed = given.split(",") if given else []
+    for folder in needed:
+        seen = [ROOT, *(Path(entry.partition(":")[0]) for entry in listed)]
+        if not any(folder.is_relative_to(place) for place in seen):
+            listed.append(str(folder))
+    return ",".join(listed) or None
 
 
 def script(args: argparse.Namespace, trainer: list[str]) -> tuple[str, Path]:
@@ -91,9 +104,16 @@ def script(args: argparse.Namespace, trainer: list[str]) -> tuple[str, Path]:
     from megagate.pretrain.recipe import read_recipe
 
     flags, _ = read_recipe(args.recipe)
-    for name in ("nodes", "warn"):
-        if getattr(args, name) < 1:
-            raise UserError(f"--{name} must be at least 1, not {getattr(args, name)}")
+    for name, least in (("nodes", 1), ("warn", 1), ("gpus-per-node", 0), ("ranks-per-node", 1)):
+        value = getattr(args, name.replace("-", "_"))
+        if value is not None and value < least:
+            raise UserError(f"--{name} must be at least {least}, not {value}")
+    limit = parse_limit(args.time)
+    if limit is None:
+        raise UserError(f"--time {args.time} is no time limit: write minutes, hours:minutes:seconds or days-hours")
+    if args.warn >= limit:
+        raise UserError(f"--warn {args.warn} leaves nothing of --time {args.time} ({limit:.0f} s): make it shorter")
+    build_supervisor_parser().parse_args(["run", *words_of(args.supervisor or "")])
     environments = sorted(path.stem for path in (ROOT / "launch" / "env").glob("*.sh"))
     environment = args.env or ("generic" if args.gpus_per_node else "cpu")
     if environment not in environments:
@@ -104,20 +124,26 @@ def script(args: argparse.Namespace, trainer: list[str]) -> tuple[str, Path]:
     save = Path(last_value(trainer, "--save") or flags.get("save") or f"runs/{name}/checkpoints")
     save = save if save.is_absolute() else ROOT / save
     trainer = ["--recipe", str(args.recipe.resolve()), *trainer, "--save", str(save)]
+    check(trainer)
     options: dict[str, str | None] = {
         "--job-name": name,
         "--nodes": str(args.nodes),
         "--gpus-per-node": str(args.gpus_per_node) if args.gpus_per_node else None,
         "--time": args.time,
-        "--output": str(save / "main.log"),
+        "--output": str(save / "main.log").replace("%", "%%"),
         "--signal": f"B:USR1@{args.warn}",
         "--partition": args.partition,
         "--account": args.account,
         "--qos": args.qos,
     }
     for option in args.sbatch:
-        key, _, value = option.partition("=")
-        options[f"--{key.lstrip('-')}"] = value
+        given = re.fullmatch(r"--([\w-]+)(?:[= ](.*))?", option)
+        if given is None:
+            raise UserError(f"--sbatch={option}: write a long option of sbatch, as in --sbatch=--reservation=x")
+        options[f"--{given[1]}"] = given[2] or ""
+    broken = next((name for name, value in options.items() if value and not value.isprintable()), None)
+    if broken is not None:
+        raise UserError(f"the value of {broken} for sbatch, {options[broken]!r}, has characters that cannot be printed")
     settings = {
         "MEGAGATE_ROOT": str(ROOT),
         "MEGAGATE_ENV": environment,
@@ -125,7 +151,7 @@ def script(args: argparse.Namespace, trainer: list[str]) -> tuple[str, Path]:
         "MEGAGATE_PYTHON": args.python,
         "MEGAGATE_CONTAINER": args.container,
         "MEGAGATE_CONTAINER_RUNTIME": args.container_runtime if args.container else None,
-        "MEGAGATE_MOUNTS": args.mounts,
+        "MEGAGATE_MOUNTS": mounts(args.mounts, [save, args.recipe.resolve().parent]) if args.container else None,
         "MEGAGATE_SUPERVISOR": args.supervisor,
     }
     filled = {key: value for key, value in settings.items() if value is not None}

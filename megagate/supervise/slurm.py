@@ -1,5 +1,6 @@
 """The supervisor's side of Slurm: time left, signals to the ranks, and back into the queue without a bad node."""
 
+import math
 import os
 import re
 import subprocess
@@ -39,6 +40,23 @@ def parse_time(text: str) -> float | None:
         return None
     days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
     return ((days * 24 + hours) * 60 + minutes) * 60.0 + seconds
+
+
+def parse_limit(text: str) -> float | None:
+    """Return the seconds of a time limit as sbatch takes it, infinite for none; None for anything else.
+
+    minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes, days-hours:minutes:seconds.
+    """
+    if text.upper() in ("UNLIMITED", "INFINITE"):
+        return math.inf
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
+    if match is None:
+        return None
+    days, *parts = (None if part is None else int(part) for part in match.groups())
+    if days is None and parts[2] is None:  # without days or a third number the first are minutes
+        parts = [0, *parts[:2]]
+    hours, minutes, seconds = (part or 0 for part in parts)
+    return (((days or 0) * 24 + hours) * 60 + minutes) * 60.0 + seconds or math.inf
 
 
 def signal_ranks(name: str) -> None:

@@ -1,8 +1,10 @@
 """The shell scripts and what launch/submit.py makes of them, without a cluster."""
 
 import importlib.util
+import math
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -14,6 +16,7 @@ import yaml
 
 from megagate.errors import run_command
 from megagate.pretrain import slurm
+from megagate.supervise.slurm import parse_limit
 from tests.distributed import ROOT
 from tests.launch.runs import recipe
 from tests.training import TINY
@@ -99,6 +102,19 @@ def test_the_script_for_a_recipe(options: str, tmp_path: Path, submit: Callable[
         (["tiny.yaml", "--nodes", "0"], r"^error: --nodes must be at least 1, not 0$"),
         (["tiny.yaml", "--nodes", "2", "--env", "h100"], r"^error: launch/env has no h100.sh: --env takes cpu, gen"),
         (["tiny.yaml", "--nods", "2"], r"^error: "),
+        (
+            ["tiny.yaml", "--nodes", "2", "--ranks-per-node", "0"],
+            r"^error: --ranks-per-node must be at least 1, not 0$",
+        ),
+        (["tiny.yaml", "--nodes", "2", "--time", "4h"], r"^error: --time 4h is no time limit: write minutes, hours:"),
+        (["tiny.yaml", "--nodes", "2", "--time", "5"], r"^error: --warn 600 leaves nothing of --time 5 \(300 s\)"),
+        (
+            ["tiny.yaml", "--nodes", "2", "--supervisor", "--hang-afer 9"],
+            r"^error: --hang-afer is no flag$",
+        ),
+        (["tiny.yaml", "--nodes", "2", "--sbatch=-p gpu"], r"^error: --sbatch=-p gpu: write a long option of sbatch"),
+        (["tiny.yaml", "--nodes", "2", "--name", "a\nb"], r"^error: the value of --job-name for sbatch, 'a\\nb', has"),
+        (["tiny.yaml", "--nodes", "2", "--", "--finetune"], r"^error: --finetune would hold at each restart"),
         (["tiny.yaml", "--nodes", "2"], r"^error: there is no sbatch here"),
     ],
 )
@@ -119,11 +135,97 @@ def test_refused_in_one_sentence(
     assert not (tmp_path / "save").exists()
 
 
+def test_names_that_shells_take_apart(tmp_path: Path, submit: Callable[..., tuple[int, str, str]]) -> None:
+    """tests/launch/test_steps.py has a real Slurm read them."""
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(recipe(TINY)))
+    save = tmp_path / "it's 100% mine"
+    words = ["--nodes", "1", "--name", "my run", "--sbatch=--comment two words", "--sbatch=--time=7"]
+    status, text, _ = submit(str(tmp_path / "tiny.yaml"), *words, "--dry-run", "--", "--save", str(save))
+    assert status == 0
+    quoted = shlex.quote(str(save / "main.log").replace("%", "%%"))
+    assert f"#SBATCH --output={quoted}\n" in text
+    assert "#SBATCH --job-name='my run'\n" in text
+    assert "#SBATCH --comment='two words'\n" in text
+    assert re.findall("^#SBATCH --time.*", text, flags=re.MULTILINE) == ["#SBATCH --time=7"]
+
+
+STUB = """#!/bin/bash
+for word in "$MEGAGATE_PYTHON" "$MASTER_ADDR" "$@"; do printf '%s\\n' "$word"; done
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ("", []),
+        (
+            "--container /images/a.sqsh --mounts /data,/home:/h",
+            [
+                "--container-image=/images/a.sqsh",
+                "--no-container-mount-home",
+                "--container-mounts={root}:{root},/data:/data,/home:/h,{save}:{save},{recipe}:{recipe}",
+                "--container-workdir={root}",
+            ],
+        ),
+        (
+            "--container a.sif --container-runtime apptainer",
+            ["apptainer", "exec", "--nv", "--bind", "{root},{save},{recipe}", "--pwd", "{root}", "a.sif"],
+        ),
+    ],
+)
+def test_the_command_of_the_ranks(
+    options: str, expected: list[str], tmp_path: Path, submit: Callable[..., tuple[int, str, str]]
+) -> None:
+    """What the script starts, with stand-ins for Slurm, which does not know the node, and for the interpreter."""
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe" / "tiny.yaml").write_text(yaml.safe_dump(recipe(TINY)))
+    save = tmp_path / "my save"
+    path = str(tmp_path / "recipe" / "tiny.yaml")
+    status, text, errors = submit(path, "--nodes", "2", *options.split(), "--dry-run", "--", "--save", str(save))
+    assert (status, errors) == (0, "")
+    (tmp_path / "job").write_text(text)
+    for name, stub in (("python", STUB), ("scontrol", "#!/bin/bash\n[ $2 = hostnames ] && echo gpu7\n")):
+        (tmp_path / name).write_text(stub)
+        (tmp_path / name).chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "MEGAGATE_HOST_PYTHON": str(tmp_path / "python")}
+    environment |= {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "gpu[7-8]", "SLURM_JOB_NUM_NODES": "2"}
+    done = subprocess.run(["bash", tmp_path / "job"], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    python, address, *words = done.stdout.splitlines()
+    assert python == ("python" if options else str(ROOT / ".venv" / "bin" / "python"))
+    assert address == "gpu7"
+    places = {"root": ROOT, "save": save, "recipe": tmp_path / "recipe"}
+    started = words[words.index("--mem=0") + 1 : words.index("bash")]
+    assert started == [word.format(**places) for word in expected]
+    assert words[-2:] == ["--save", str(save)]
+
+
 def test_help() -> None:
     words = [sys.executable, str(ROOT / "launch" / "submit.py"), "--help"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert "--dry-run" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("90", 5400),
+        ("90:30", 5430),
+        ("01:30:30", 5430),
+        ("1-2", 93600),
+        ("1-2:3", 93780),
+        ("1-02:03:04", 93784),
+        ("UNLIMITED", math.inf),
+        ("0", math.inf),
+        ("4h", None),
+        ("1:2:3:4", None),
+        ("-5", None),
+        ("", None),
+    ],
+)
+def test_time_limits_as_sbatch_takes_them(text: str, seconds: float | None) -> None:
+    assert parse_limit(text) == seconds
 
 
 def test_counts_in_short_form() -> None:
