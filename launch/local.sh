@@ -22,5 +22,7 @@ if [ "$gpus" -gt 0 ]; then
 else
     export MEGAGATE_ENV="${MEGAGATE_ENV:-cpu}"
 fi
+# Two runs on one machine must not meet.
+export MASTER_PORT="${MASTER_PORT:-$((15000 + $$ % 16000))}"
 exec "$MEGAGATE_PYTHON" -m megagate.supervise run -- \
     bash "$root/launch/node.sh" -m megagate.pretrain "$@"

@@ -17,6 +17,9 @@ fi
 source "$environment"
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 
+# A rank has a connection to many others; shells come with the right to 1024 files and the right to more.
+ulimit -n "$(ulimit -Hn)" 2>/dev/null || true
+
 node="${SLURMD_NODENAME:-$(hostname)}"
 if [ -n "${MEGAGATE_SUPERVISE:-}" ]; then
     # Tracebacks and torchrun's reports: to a file of this node too.

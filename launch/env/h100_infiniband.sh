@@ -10,8 +10,8 @@ export NCCL_IB_HCA="${NCCL_IB_HCA:-mlx5}"
 # 2^22 x 4 us = 17 s until a lost packet counts as an error: a flapping link does not end the run.
 export NCCL_IB_TIMEOUT="${NCCL_IB_TIMEOUT:-22}"
 export NCCL_IB_RETRY_CNT="${NCCL_IB_RETRY_CNT:-7}"
-# Reductions inside the NVLink switch, where the driver's fabric manager runs.
-export NCCL_NVLS_ENABLE="${NCCL_NVLS_ENABLE:-1}"
+# Reductions inside the NVLink switch: NCCL uses them where they work. 0 turns them off, 1 fails where they do not work.
+# export NCCL_NVLS_ENABLE=0
 # Communication that overlaps with matrix products needs few of the streaming multiprocessors.
 export NVTE_FWD_LAYERNORM_SM_MARGIN="${NVTE_FWD_LAYERNORM_SM_MARGIN:-16}"
 export NVTE_BWD_LAYERNORM_SM_MARGIN="${NVTE_BWD_LAYERNORM_SM_MARGIN:-16}"
