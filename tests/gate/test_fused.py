@@ -77,3 +77,16 @@ def test_floor_bytes_count_each_tensor_once() -> None:
     assert fused.floor_bytes(y, logits.bfloat16(), add) == (3 * 2 * size, 3 * 2 * size)
     identity = GateConfig(position="sdpa", combine="add", activation="identity")
     assert fused.floor_bytes(y, logits.bfloat16(), identity) == (3 * 2 * size, 0)
+
+
+def test_what_it_does_not_compute() -> None:
+    import torch
+
+    y, logits = torch.zeros(3, 2, 4, 8), torch.zeros(3, 2, 4, 8)
+    assert fused.supports(y, logits, GateConfig(position="sdpa"))
+    assert not fused.supports(y.double(), logits, GateConfig(position="sdpa"))
+    assert not fused.supports(y.to("meta"), logits, GateConfig(position="sdpa"))
+    shared = GateConfig(position="sdpa", sharing="head-shared", input="constant")
+    assert not fused.supports(y, logits[:1, :1], shared)
+    experts = GateConfig(position="value", granularity="headwise", switch_head_experts=4, switch_head_top_k=2)
+    assert not fused.supports(torch.zeros(3, 2, 4, 32), torch.zeros(3, 2, 4, 4), experts)
