@@ -62,7 +62,7 @@ bench: $(STAMP)  ## the benchmarks
 
 clean:  ## remove caches and build products; keeps .venv and runs/
 	@rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	@find . -name .git -prune -o -path ./$(VENV) -prune -o -path ./runs -prune -o \
+	@find . -name .git -prune -o -path ./$(VENV) -prune -o -path ./$(VENV)-te -prune -o -path ./runs -prune -o \
 		-type d \( -name __pycache__ -o -name '*.egg-info' \) -exec rm -rf {} +
 
 # $(error) rather than a failing command: make then says the one sentence and nothing else.

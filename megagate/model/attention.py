@@ -105,6 +105,9 @@ class GatedSelfAttention(SelfAttention):
         if self.projects_apart:
             # Its weight gets gradients from two products, which a kernel that adds to main_grad would not know.
             self.linear_qkv.fuse_wgrad_accumulation = False
+            with torch.device("cpu"):  # which need not be the device that the model is built on
+                rows = self.local_rows(layout.gate_row_mask()).nonzero().flatten()
+            self.register_buffer("gate_rows", rows, persistent=False)
         # The kernel computes in fp32.
         self.gate_fusion = gate_fusion and fused.is_available() and not self.in_own_dtype
         heads = config.num_attention_heads // self.world_size
@@ -238,7 +241,7 @@ class GatedSelfAttention(SelfAttention):
         The weights are the same rows of linear_qkv, so checkpoints do not differ. The columns that are replaced pass no
         gradient back.
         """
-        rows = self.local_rows(self.layout.gate_row_mask()).nonzero().flatten().to(mixed.device)
+        rows: Any = self.gate_rows
         weight, *bias = self.qkv_parameters()
         logits = linear_with_grad_accumulation_and_async_allreduce(
             hidden_states,

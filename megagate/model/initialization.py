@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from megagate.model.attention import GatedSelfAttention
 
 ROW_PARALLEL = tuple(
-    kind for kind in (RowParallelLinear, TERowParallelLinear, TERowParallelGroupedLinear) if kind is not None
+    kind for kind in (RowParallelLinear, TERowParallelLinear, TERowParallelGroupedLinear) if isinstance(kind, type)
 )
-"""Linear layers at the end of a block; the last is there with Transformer Engine only."""
+"""Linear layers at the end of a block; without Transformer Engine its names stand for something else."""
 
 
 @torch.no_grad()

@@ -148,6 +148,8 @@ def restate_in_layers(args: argparse.Namespace, pattern: str) -> None:
     args.moe_layer_freq = 1
     args.num_layers_per_virtual_pipeline_stage = args.num_virtual_stages_per_pipeline_rank = None
     args.decoder_first_pipeline_num_layers = args.decoder_last_pipeline_num_layers = None
+    for name in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
+        setattr(args, name, 2 * getattr(args, name))
     # Megatron reads both lists by hybrid layer: an attention layer has its block's value, and so has its FFN layer.
     for name, last_of_period in (("window_attn_skip_freq", 0), ("no_rope_freq", 1)):
         setting = getattr(args, name)

@@ -31,7 +31,7 @@ class Refusal:
     instead: str
     applies: Callable[[argparse.Namespace, GateConfig], bool]
     example: str
-    """Flags, added to those of a gated model in bf16 on Transformer Engine, that are refused for it."""
+    """Flags, added to those of a gated model on Transformer Engine, that are refused for it."""
 
     @property
     def sentence(self) -> str:
@@ -168,7 +168,7 @@ REFUSALS = (
         "has no bf16 tensors to act on",
         "add --bf16, or leave it out",
         lambda args, gate: args.gate_precision == GatePrecision.BF16 and not args.bf16,
-        "--gate-precision bf16 --omit bf16",
+        "--gate-precision bf16",
     ),
 )
 """In the order in which they are looked at; the first that applies is what the user reads."""

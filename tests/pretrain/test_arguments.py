@@ -77,6 +77,8 @@ def test_per_block_settings_are_restated_for_hybrid_layers() -> None:
     assert args.no_rope_freq[::2] == [0, 0, 0, 1]
     args = read([*DENSE, "--num-layers", "2", "--no-rope-freq", "[1,0]"])
     assert args.no_rope_freq == [1, 1, 0, 0]
+    args = read([*DENSE, "--num-layers-at-start-in-bf16", "2"])
+    assert (args.num_layers_at_start_in_bf16, args.num_layers_at_end_in_bf16) == (4, 2)
 
 
 DELTA_NET = ["--experimental-attention-variant", "gated_delta_net"]

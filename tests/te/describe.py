@@ -19,6 +19,7 @@ from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, apply_factories
 from megatron.core.fp8_utils import get_fp8_context, get_fp8_recipe
+from megatron.core.transformer.moe.moe_utils import get_align_size_for_quantization, skip_routed_expert_padding
 
 from megagate.plan import dry_run
 from megagate.pretrain import arguments
@@ -70,6 +71,7 @@ def build(flags: list[str]) -> dict[str, Any]:
             "fuses gradients": model.decoder.layers[2].self_attention.linear_qkv.fuse_wgrad_accumulation
             if args.transformer_impl == "transformer_engine"
             else None,
+            "tokens": [get_align_size_for_quantization(config), skip_routed_expert_padding(config)],
             "recipe": None if recipe is None else type(recipe).__name__,
             "attention": None if recipe is None else [recipe.fp8_dpa, recipe.fp8_mha],
             "experts": sorted(

@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from tests.te import describe, machine
 
@@ -34,12 +35,16 @@ from megagate.pretrain.train import use_prebuilt_index_builder
 
 
 @contextlib.contextmanager
-def built(implementation: str, preset: str, *more: str) -> Iterator[torch.nn.Module]:
-    """Build the whole model on one rank, with memory."""
+def built(implementation: str, preset: str, *more: str, tensor: int = 1) -> Iterator[torch.nn.Module]:
+    """Build the model, or the last of `tensor` ranks' part of it, with memory."""
+    os.environ |= {"RANK": str(tensor - 1), "LOCAL_RANK": "0", "WORLD_SIZE": str(tensor)}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     recipe = "delayed" if implementation == "transformer_engine" else ""
-    flags = [*describe.flags_for(implementation, preset, recipe, 1), "--expert-model-parallel-size", "1", *more]
+    flags = [*describe.flags_for(implementation, preset, recipe, tensor), "--expert-model-parallel-size", "1", *more]
     args = arguments.finish(arguments.read([*describe.MODEL, *flags]))
     args.distributed_backend = "gloo"
+    if tensor > 1:  # the others are pretended
+        args.fake_process_group, args.use_gloo_process_groups = True, False
     initialize_megatron(allow_no_cuda=True)
     try:
         chunks, _, _ = setup_model_and_optimizer(
@@ -66,12 +71,44 @@ def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {f"{tensor.key} {tensor.global_offset}": tensor.data.detach().clone() for tensor in tensors}
 
 
+def marks_of(model: torch.nn.Module) -> dict[str, tuple[Any, ...]]:
+    """Return what Megatron reads on each parameter, by the place in a checkpoint of what comes first in it.
+
+    That is whether and how it is cut over tensor-parallel ranks, whether its gradient is summed over them under
+    sequence parallelism, and whether it is not an expert's.
+    """
+    state = state_of(model)
+    apply_factories(state)
+    keys = {
+        value.data.data_ptr(): f"{value.key} {value.global_offset}"
+        for value in nested_values(state)
+        if isinstance(value, ShardedTensor)
+    }
+    marks: dict[str, tuple[Any, ...]] = {}
+    for parameter in model.parameters():
+        is_cut = getattr(parameter, "tensor_model_parallel", False)
+        marks[keys[parameter.data_ptr()]] = (
+            is_cut,
+            parameter.partition_dim if is_cut else None,
+            bool(getattr(parameter, "sequence_parallel", False)),
+            getattr(parameter, "allreduce", True),
+        )
+    assert len(marks) == len(list(model.parameters()))
+    return marks
+
+
 def main(directory: str, preset: str, source: str, target: str) -> None:
     """Save, load, compare."""
-    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     machine.pretend(machine.HOPPER)
     cpu.activate_training()
     use_prebuilt_index_builder()
+    with built(source, preset, tensor=2) as model:
+        marks = marks_of(model)
+    with built(target, preset, tensor=2) as model:
+        actual = marks_of(model)
+    different = {name: (marks.get(name), actual.get(name)) for name in {*marks, *actual}}
+    different = {name: pair for name, pair in different.items() if pair[0] != pair[1]}
+    assert not different, different
     with built(source, preset) as model:
         with torch.no_grad():
             for parameter in model.parameters():

@@ -106,8 +106,11 @@ def check_same_parameters(model: dict[str, Any], torchs: dict[str, Any]) -> None
 
 
 def check_fp8(model: dict[str, Any], recipe: str) -> None:
-    """The recipe is Transformer Engine's, and it can take every matrix, the gate's rows included."""
+    """The recipe is Transformer Engine's, and takes every matrix, the gate's rows and experts' tokens included."""
     assert model["recipe"] == BY_RECIPE.get(recipe)
+    assert model["tokens"] == [alignment(recipe) if recipe else 0, False]
+    kinds = model["modules"].values()
+    assert ("Fp8Padding" in kinds) == ("Fp8Unpadding" in kinds) == bool(recipe)
     matrices = 0
     for name, (shape, *_) in model["parameters"].items():
         layer, _, kind = name.rpartition(".")
@@ -118,18 +121,20 @@ def check_fp8(model: dict[str, Any], recipe: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "mxfp8"])
-def test_attention_in_fp8(recipe: str, directory: Path) -> None:
-    """Megatron's settings, for which it has no flags, reach Transformer Engine."""
-    result = run("attention", str(directory / "attention.json"), recipe)
+def test_flags(recipe: str, directory: Path) -> None:
+    """Megatron's settings, for some of which it has no flags, reach Transformer Engine."""
+    result = run("flags", str(directory / "flags.json"), recipe)
     assert result.returncode == 0, result.stderr[-3000:]
-    attention = json.loads((directory / "attention.json").read_text(encoding="utf-8"))
-    assert attention == {"dot product": [True, False], "gate precision": [APART, "RMSNorm", False]} | (
-        {"multi head": [False, True]} if recipe == "delayed" else {}
-    )
+    found = json.loads((directory / "flags.json").read_text(encoding="utf-8"))
+    assert found == {
+        "dot product": [True, False],
+        "gate precision": [APART, "RMSNorm", False],
+        "padded by the router": [alignment(recipe), True],
+    } | ({"multi head": [False, True]} if recipe == "delayed" else {})
 
 
 def test_a_gpu_that_is_too_old(directory: Path) -> None:
-    result = run("attention", str(directory / "hopper.json"), "mxfp8", "hopper")
+    result = run("flags", str(directory / "hopper.json"), "mxfp8", "hopper")
     assert result.returncode != 0
     assert "--fp8-recipe mxfp8 does not run on this GPU: Device compute capability 10.0 or higher" in result.stderr
 
@@ -137,7 +142,9 @@ def test_a_gpu_that_is_too_old(directory: Path) -> None:
 @pytest.mark.parametrize(("source", "target"), [("local", "transformer_engine"), ("transformer_engine", "local")])
 @pytest.mark.parametrize("preset", ["sdpa-headwise", "output-elementwise"])
 def test_a_checkpoint_of_one_loads_in_the_other(preset: str, source: str, target: str, tmp_path: Path) -> None:
-    """Every weight is the same bit for bit, those of experts and fused norms too, and so are initial weights."""
+    """Every weight is the same bit for bit, those of experts and fused norms too; and so are initial weights, and
+    the marks by which gradients are reduced, on a tensor-parallel rank under sequence parallelism.
+    """
     result = run("exchange", str(tmp_path / "checkpoint"), preset, source, target)
     assert result.returncode == 0, result.stderr[-3000:]
     assert result.stdout.splitlines()[-1].endswith("tensors are equal")

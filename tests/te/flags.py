@@ -18,6 +18,8 @@ def main(file: str, recipe: str, gpu: str = "blackwell") -> None:
     found: dict[str, Any] = {"dot product": describe.build([*flags, "--fp8-dot-product-attention"])["attention"]}
     if recipe == "delayed":
         found["multi head"] = describe.build([*flags, "--fp8-multi-head-attention"])["attention"]
+    padded = describe.build([*flags, "--moe-router-padding-for-quantization"])
+    found["padded by the router"] = padded["tokens"]
     model = describe.build([*flags, "--gate-precision", "fp32"])
     attention = "decoder.layers.2.self_attention"
     found["gate precision"] = [
