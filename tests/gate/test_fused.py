@@ -25,16 +25,17 @@ def run(*command: str, **environment: str) -> str:
         env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", **environment},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=580,
         check=False,
     )
     assert finished.returncode == 0, finished.stdout + finished.stderr
     return finished.stdout
 
 
+@pytest.mark.timeout(600)
 def test_results_in_the_interpreter() -> None:
-    """Runs the tests of both files called in_interpreter.py: of the kernels, and of layers that use them."""
-    files = [str(HERE / "in_interpreter.py"), str(ROOT / "tests" / "model" / "in_interpreter.py")]
+    """Runs the tests of all files called in_interpreter.py: of the kernels, of layers, and of the check for GPUs."""
+    files = [str(ROOT / "tests" / folder / "in_interpreter.py") for folder in ("gate", "model", "gpu_check")]
     output = run("-m", "pytest", "-q", "-p", "no:cacheprovider", *files, TRITON_INTERPRET="1")
     counts = re.search(r"^(\d+) passed", output.splitlines()[-1])
     assert counts, output

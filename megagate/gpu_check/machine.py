@@ -1,0 +1,106 @@
+"""The device that is checked: sizes that fit it, and clocks that fit it."""
+
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megagate.gpu_check.result import Skip
+from megagate.plan.gpus import KNOWN, Gpu
+
+Call = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where and how long to check."""
+
+    is_cuda: bool
+    seconds: float
+    """What a part may take; it ends with the round that it is in."""
+
+    def deadline(self) -> float:
+        """Return the time, of the monotonic clock, at which a part that begins now is to end."""
+        return time.monotonic() + self.seconds
+
+    def require_cuda(self) -> None:
+        """Raise Skip where there is no CUDA device to check."""
+        if not self.is_cuda:
+            raise Skip("it times CUDA kernels, and --device is cpu")
+
+    def gpu(self) -> Gpu | None:
+        """Return what the data sheets say about this GPU, None for one that is not known."""
+        name = torch.cuda.get_device_name().lower() if self.is_cuda else ""
+        found = [gpu for key, gpu in KNOWN.items() if key in name.replace("-", " ").split()]
+        return found[0] if found else None
+
+
+def describe(is_cuda: bool) -> dict[str, str]:
+    """Return what the results depend on."""
+    import megatron.core
+
+    facts = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "megatron-core": megatron.core.__version__,
+    }
+    if is_cuda:
+        properties = torch.cuda.get_device_properties(0)
+        facts |= {
+            "device": properties.name,
+            "capability": f"{properties.major}.{properties.minor}",
+            "memory": f"{properties.total_memory / 2**30:.0f} GiB",
+            "cuda": str(torch.version.cuda),
+        }
+    else:
+        facts["device"] = "cpu"
+    for package in ("triton", "transformer_engine", "fused_weight_gradient_mlp_cuda"):
+        try:
+            module = __import__(package)
+            facts[package] = str(getattr(module, "__version__", "there"))
+        except ImportError:
+            facts[package] = "missing"
+    return facts
+
+
+def time_in_turn(calls: dict[str, Call], machine: Machine, deadline: float, most: int = 50) -> dict[str, list[float]]:
+    """Return the seconds that each call took in each round; calls take turns, so that whatever drifts meets all alike.
+
+    The first two rounds, which compile and allocate, are not counted; at least three are. On a GPU the clock is CUDA's
+    own: events around each call, and its second-level cache is overwritten before it.
+    """
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    flush = torch.empty(2**28, dtype=torch.int8, device="cuda") if machine.is_cuda else None
+    for turn in range(most + 2):
+        if turn >= 5 and time.monotonic() > deadline:
+            break
+        for name, call in calls.items():
+            seconds = _time_on_gpu(call, flush) if flush is not None else _time(call)
+            if turn >= 2:
+                times[name].append(seconds)
+    return times
+
+
+def _time(call: Call) -> float:
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started
+
+
+def _time_on_gpu(call: Call, flush: torch.Tensor) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    flush.zero_()
+    begin.record()
+    call()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) / 1000
+
+
+def median_ratio(times: dict[str, list[float]], name: str, reference: str) -> float:
+    """Return the median of the ratios within a round."""
+    return statistics.median(a / b for a, b in zip(times[name], times[reference], strict=True))

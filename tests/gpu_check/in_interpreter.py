@@ -1,0 +1,48 @@
+"""The parts that check and time the fused gate, with Triton's interpreter in place of a GPU.
+
+tests/gate/test_fused.py runs it. What is timed means nothing here; that it can be timed does.
+"""
+
+import pytest
+import torch
+import triton
+
+from megagate.gate import fused
+from megagate.gpu_check import kernel
+from megagate.gpu_check.machine import Machine
+
+assert triton.knobs.runtime.interpret
+HERE = Machine(is_cuda=False, seconds=0.1)
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes for the interpreter; without CUDA, device="cuda" is the CPU."""
+    for name, size in {"HEADS": 4, "GROUPS": 2, "CHANNELS": 8, "COPIED": 2**16}.items():
+        monkeypatch.setattr(kernel, name, size)
+    monkeypatch.setattr(kernel, "ROUNDING", {torch.bfloat16: kernel.ROUNDING[torch.bfloat16]})
+    monkeypatch.setattr(kernel, "TOKENS", {"results": 3, "times": 3})
+    monkeypatch.setattr(kernel, "_require", lambda machine: None)
+
+
+def test_results() -> None:
+    rows = list(kernel.kernel_results(HERE))
+    assert len(rows) == 2 * 3 * 2 * 4
+    assert all(row.is_good for row in rows), [row for row in rows if not row.is_good]
+
+
+def test_wrong_results_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = fused._launch_forward
+
+    def wrong(y, logits, result, *options):
+        forward(y, logits, result, *options)
+        result.flatten()[-1] *= 1.5
+
+    monkeypatch.setattr(fused, "_launch_forward", wrong)
+    assert sum(not row.is_good for row in kernel.kernel_results(HERE)) > 20
+
+
+def test_times() -> None:
+    rows = list(kernel.kernel_times(HERE))
+    assert [row.unit for row in rows] == ["GB/s", *["us"] * (2 * 2 * len(kernel.TIMED))]
+    assert all(row.value > 0 for row in rows)
