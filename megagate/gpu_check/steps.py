@@ -59,6 +59,7 @@ def _model(args: Any, variant: str) -> Any:
     args = copy.copy(args)
     args.gate_preset = "sdpa-elementwise" if variant == STOCK else variant
     args.attention_output_gate = args.gate_preset == "sdpa-elementwise"
+    args.gradient_accumulation_fusion = False  # it adds to buffers that only a wrapped model has
     config = model_config(args)
     if variant == STOCK:
         attention = config.hybrid_stack_spec.submodules.attention_layer.submodules.self_attention

@@ -39,7 +39,7 @@ def test_results_in_the_interpreter() -> None:
     output = run("-m", "pytest", "-q", "-p", "no:cacheprovider", *files, TRITON_INTERPRET="1")
     counts = re.search(r"^(\d+) passed", output.splitlines()[-1])
     assert counts, output
-    assert int(counts[1]) >= 80
+    assert int(counts[1]) >= 70
     assert "skipped" not in output.splitlines()[-1]
 
 
