@@ -189,6 +189,17 @@ def test_model_builder_and_initialization() -> None:
         assert "self.is_expert = is_expert" in source(linear.__init__)
 
 
+def test_model_yarn() -> None:
+    """megagate/model/yarn.py is built in the place of Megatron's."""
+    from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
+    from megatron.core.models.hybrid import hybrid_model
+
+    built = source(hybrid_model.HybridModel).partition("YarnRotaryEmbedding(")[2]
+    assert built.split()[:2] == ["kv_channels=self.config.kv_channels,", "rotary_percent=rotary_percent,"]
+    assert "self.dim = kv_channels\n" in source(YarnRotaryEmbedding.__init__)
+    assert {"kv_channels", "rotary_percent"} <= parameters(YarnRotaryEmbedding)
+
+
 def test_model_delta_net() -> None:
     """megagate/model/delta_net.py, initialization.py and platform/cpu.py: Megatron's layer and what it calls."""
     fields = {field.name for field in dataclasses.fields(gated_delta_net.GatedDeltaNetSubmodules)}

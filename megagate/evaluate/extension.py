@@ -71,11 +71,6 @@ class Extension:
 
 def check_yarn(args: argparse.Namespace) -> None:
     """Raise UserError for what --position-embedding-type yarn would ignore."""
-    if args.rotary_percent != 1:
-        raise UserError(
-            f"YaRN turns all channels of a head, but the model has --rotary-percent {args.rotary_percent}: it can be "
-            "extended with --rotary-base only"
-        )
     if args.rotary_seq_len_interpolation_factor is not None:
         raise UserError(
             f"YaRN and --rotary-seq-len-interpolation-factor {args.rotary_seq_len_interpolation_factor} both scale the "

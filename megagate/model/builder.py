@@ -12,6 +12,7 @@ from megatron.training.argument_utils import core_transformer_config_from_args, 
 from megatron.training.models import GPTModelConfig, HybridModelConfig
 
 from megagate.gate.config import GateConfig, GatePrecision, gate_config_from_args
+from megagate.model import yarn
 from megagate.model.gate_parameters import initialize_gates
 from megagate.model.gpt import gpt_config
 from megagate.model.initialization import initialize_by_name
@@ -75,6 +76,7 @@ def model_config(args: argparse.Namespace) -> HybridModelConfig | GPTModelConfig
     Args:
         args: validated arguments; for a hybrid model `hybrid_layer_pattern` is set.
     """
+    yarn.apply()
     gate = gate_config_from_args(args)
     config = transformer_config(args, gate)
     precision = getattr(args, "gate_precision", None)  # a checkpoint's arguments can be older

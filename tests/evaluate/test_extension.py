@@ -101,7 +101,6 @@ def test_training_goes_on_with_yarn_at_a_longer_sequence(checkpoints, data, tmp_
 def model(**values: Any) -> argparse.Namespace:
     plain = {
         "position_embedding_type": "rope",
-        "rotary_percent": 1.0,
         "rotary_seq_len_interpolation_factor": None,
         "max_position_embeddings": 32,
         "yarn_original_max_position_embeddings": None,
@@ -116,7 +115,6 @@ def model(**values: Any) -> argparse.Namespace:
         ({"rotary_scaling_factor": 0.5}, {}, "makes no context longer"),
         ({"mscale": 1.0}, {}, "--mscale has no effect without --rotary-scaling-factor"),
         ({"rotary_base": 9}, {"position_embedding_type": "none"}, "but the model has --position-embedding-type none"),
-        ({"rotary_scaling_factor": 2.0}, {"rotary_percent": 0.5}, "YaRN turns all channels"),
         ({"rotary_scaling_factor": 2.0}, {"rotary_seq_len_interpolation_factor": 2}, "both scale the positions"),
     ],
 )

@@ -298,10 +298,9 @@ def _positions(args: argparse.Namespace, layers: str) -> dict[str, Any]:
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": float(args.rotary_base)}
     if kind == "yarn":
         rope = yarn_parameters(args)
-    else:
-        rope["partial_rotary_factor"] = args.rotary_percent
-        if args.rotary_seq_len_interpolation_factor:
-            rope |= {"rope_type": "linear", "factor": float(args.rotary_seq_len_interpolation_factor)}
+    elif args.rotary_seq_len_interpolation_factor:
+        rope |= {"rope_type": "linear", "factor": float(args.rotary_seq_len_interpolation_factor)}
+    rope["partial_rotary_factor"] = args.rotary_percent
     if isinstance(without, int):
         without = [(number + 1) % without == 0 for number in range(len(layers))]
     with_rope = [1 - value for value in _by_block(layers, without)] if without else None
@@ -317,11 +316,11 @@ def _position_arguments(config: dict[str, Any]) -> dict[str, Any]:
         return {"position_embedding_type": POSITIONS[config["position_embedding"]]}
     rope = config["rope_parameters"]
     arguments = {"position_embedding_type": "rope", "rotary_base": int(rope["rope_theta"])}
+    arguments["rotary_percent"] = rope.get("partial_rotary_factor", 1.0)
     if rope["rope_type"] == "yarn":
         return arguments | yarn_arguments(rope, config["max_position_embeddings"])
     if rope["rope_type"] not in ("default", "linear"):
         raise UserError(f"rope_type {rope['rope_type']!r} in config.json has no counterpart in Megatron")
-    arguments["rotary_percent"] = rope["partial_rotary_factor"]
     if rope["rope_type"] == "linear":
         arguments["rotary_seq_len_interpolation_factor"] = int(rope["factor"])
     return arguments

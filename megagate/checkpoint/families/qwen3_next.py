@@ -24,6 +24,7 @@ from megagate.checkpoint.families.qwen3 import (
 from megagate.checkpoint.families.settings import (
     ANY,
     GATE_KEYS,
+    SCALED,
     Block,
     Settings,
     blocks,
@@ -58,6 +59,7 @@ class Qwen3Next(Qwen3):
     dropped: Mapping[str, str] = {
         "mtp.": "multi-token prediction, which neither transformers nor megagate has; an export has them as they are"
     }
+    positions: Mapping[str, Any] = SCALED
     carried = ("mtp.",)
     """Beginnings of names among `dropped` that an export writes as the import has found them."""
 
@@ -124,7 +126,7 @@ class Qwen3Next(Qwen3):
 
     def check(self, args: argparse.Namespace) -> None:
         """Raise UserError for a model that the family cannot hold."""
-        other = {"layernorm_zero_centered_gamma": True, "rotary_percent": ANY}
+        other = {"layernorm_zero_centered_gamma": True, "rotary_percent": ANY} | dict(self.positions)
         if args.num_experts:
             other |= {"moe_shared_expert_intermediate_size": ANY, "moe_shared_expert_gate": True}
             if not args.moe_shared_expert_intermediate_size:
@@ -184,6 +186,7 @@ class Qwen35Moe(Qwen3Next):
 
     name = "qwen3_5_moe"
     architecture = "Qwen3_5MoeForCausalLM"
+    positions: Mapping[str, Any] = {}  # its rotary embedding has sections of its own, which YaRN is not tested with
     dropped: Mapping[str, str] = {
         **Qwen3Next.dropped,
         "model.visual.": "the vision encoder: only the text model is converted",

@@ -162,14 +162,10 @@ def rotary_arguments(settings: Settings, partial: float | None = None) -> dict[s
     if partial is None and share != 1:
         raise UserError(f"config.json has partial_rotary_factor {share}, which the family {settings.family} ignores")
     if kind == "yarn":
-        if share != 1:
-            raise UserError(
-                f"config.json has rope_type 'yarn' and partial_rotary_factor {share}, but Megatron's YaRN turns all "
-                "channels"
-            )
-        positions = settings.get("max_position_embeddings", 32768)
-        return yarn_arguments(rope, positions) | {"rotary_base": int(theta)}
-    return {"position_embedding_type": "rope", "rotary_base": int(theta), "rotary_percent": float(share)}
+        scaled = yarn_arguments(rope, settings.get("max_position_embeddings", 32768))
+    else:
+        scaled = {"position_embedding_type": "rope"}
+    return scaled | {"rotary_base": int(theta), "rotary_percent": float(share)}
 
 
 def rotary_config(args: argparse.Namespace) -> dict[str, Any]:

@@ -75,6 +75,15 @@ NEXT = {
     "linear_value_head_dim": 4,
     "linear_conv_kernel_dim": 3,
 }
+PARTIAL_YARN = {
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 100.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 8,
+        "partial_rotary_factor": 0.5,
+    }
+}
 
 
 @dataclass(frozen=True)
@@ -120,7 +129,9 @@ MODELS = {
     "qwen3_next-mixed": Model(
         Qwen3Next(),
         lambda: Qwen3NextForCausalLM(
-            Qwen3NextConfig(**SIZES | NEXT, mlp_only_layers=[1], norm_topk_prob=False, tie_word_embeddings=True)
+            Qwen3NextConfig(
+                **SIZES | NEXT | PARTIAL_YARN, mlp_only_layers=[1], norm_topk_prob=False, tie_word_embeddings=True
+            )
         ),
     ),
     "qwen3_5_moe": Model(

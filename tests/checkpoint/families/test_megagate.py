@@ -96,6 +96,8 @@ MODELS |= {
     "interpolated positions": f"{DENSE} --rotary-seq-len-interpolation-factor 4 --rotary-base 500000",
     "YaRN": f"{DENSE} --position-embedding-type yarn --rotary-scaling-factor 4 --kv-channels 16 --mscale 0.7 "
     "--yarn-original-max-position-embeddings 8 --rotary-base 100",
+    "YaRN on a part": f"{DENSE} --position-embedding-type yarn --rotary-scaling-factor 4 --kv-channels 16 "
+    "--yarn-original-max-position-embeddings 8 --rotary-base 100 --rotary-percent 0.5 --gate-preset sdpa-headwise",
     "pattern": f"{PATTERN} --hybrid-layer-pattern=-**E-*E-E --gate-preset sdpa-headwise --window-size 3,0 "
     "--window-attn-skip-freq [0,0,1,0,0,0,0,0,0]",
     "delta net": f"{PATTERN} {DELTA_NET} --hybrid-layer-pattern GE*EG-G --gate-preset sdpa-headwise "
