@@ -117,7 +117,10 @@ def daly(cluster: Cluster) -> float:
 def expected_goodput(cluster: Cluster, interval: float) -> float:
     """Return the goodput that the closed form gives."""
     mtbf = cluster.mtbf
-    return interval / (mtbf * math.exp(cluster.back / mtbf) * math.expm1((interval + cluster.save) / mtbf))
+    try:
+        return interval / (mtbf * math.exp(cluster.back / mtbf) * math.expm1((interval + cluster.save) / mtbf))
+    except OverflowError:  # it never comes to a save
+        return 0.0
 
 
 def sweep(cluster: Cluster, days: float, policy: Policy, seeds: int) -> list[tuple[Result, float]]:
@@ -183,9 +186,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print a table for each size."""
     times = {name: getattr(args, f"{name}_seconds") for name in ("step", "save", "restart", "requeue", "hang")}
-    for name, value in {**times, "days": args.days, "node-mtbf-days": args.node_mtbf_days, "seeds": args.seeds}.items():
-        if value <= 0:
-            raise UserError(f"--{name} must be above 0, not {value:g}")
+    given = {f"{name}-seconds": value for name, value in times.items()}
+    given |= {"days": args.days, "node-mtbf-days": args.node_mtbf_days, "seeds": args.seeds}
+    for name, value in given.items():
+        if not 0 < value < math.inf:
+            raise UserError(f"--{name} must be a number above 0, not {value:g}")
     for nodes in args.nodes:
         if nodes < 1:
             raise UserError(f"--nodes must be at least 1, not {nodes}")

@@ -1,12 +1,24 @@
 """The simulation agrees with the closed form where that holds, and its decisions are the supervisor's."""
 
+import argparse
 import subprocess
 import sys
 
 import pytest
 
+from megagate.errors import UserError
 from megagate.supervise.decide import Policy
-from megagate.supervise.simulate import Cluster, daly, expected_goodput, simulate, sweep, table, young
+from megagate.supervise.simulate import (
+    Cluster,
+    add_arguments,
+    daly,
+    expected_goodput,
+    run,
+    simulate,
+    sweep,
+    table,
+    young,
+)
 from tests.distributed import ROOT
 
 POLICY = Policy(can_requeue=True)
@@ -58,5 +70,18 @@ def test_the_command() -> None:
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("recommended: save every") == 2
-    refused = subprocess.run([*words, "--save-seconds", "0"], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert (refused.returncode, refused.stderr) == (2, "error: --save must be above 0, not 0\n")
+
+
+@pytest.mark.parametrize(("flag", "value"), [("--save-seconds", "0"), ("--days", "inf"), ("--node-mtbf-days", "nan")])
+def test_refused(flag: str, value: str) -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    with pytest.raises(UserError, match=f"^{flag} must be a number above 0, not {value}$"):
+        run(parser.parse_args([flag, value]))
+
+
+def test_a_cluster_that_never_comes_to_a_save(capsys: pytest.CaptureFixture) -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    assert run(parser.parse_args(["--nodes", "100000000", "--days", "0.1", "--seeds", "1"])) == 0
+    assert "no interval keeps this run alive" in capsys.readouterr().out
