@@ -76,13 +76,18 @@ def look_at_node(args: argparse.Namespace, local_ranks: int) -> dict[str, Any]:
     if problem:
         problems.append(problem)
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    given = int(os.environ.get("SLURM_GPUS_ON_NODE") or 0)
+    if devices < given:  # without this a node whose driver has failed would train on its CPUs
+        problems.append(f"torch sees {devices} of the {given} GPUs that Slurm gives")
     if devices:
         if devices < local_ranks:
             problems.append(f"{devices} GPUs for {local_ranks} ranks")
         problems += [text for index in range(devices) if (text := _look_at_device(index, args.min_device_memory))]
     facts = {name: _version(name) for name in PACKAGES}
     facts |= {"python": platform.python_version(), "GPUs": str(devices)}
-    facts["GPU"] = torch.cuda.get_device_name(0) if devices else "none"
+    facts["GPU"] = "none"
+    with contextlib.suppress(RuntimeError):  # of a GPU that does not work, which is named above
+        facts["GPU"] = torch.cuda.get_device_name(0) if devices else "none"
     return {"problems": problems, "facts": facts}
 
 
@@ -141,7 +146,7 @@ def compare_nodes(reports: dict[str, dict[str, Any]], max_skew: float) -> dict[s
             value = report["facts"][name]
             if value != usual:
                 found[node].append(f"{name} is {value}, on {count} of {len(reports)} nodes {usual}")
-    median = statistics.median(report["clock"] for report in reports.values())
+    median = statistics.median_low(report["clock"] for report in reports.values())
     for node, report in reports.items():
         skew = report["clock"] - median
         if abs(skew) > max_skew:
@@ -160,7 +165,7 @@ def slow_nodes(times: dict[str, dict[str, float]], factor: float) -> dict[str, l
     """
     found: dict[str, list[str]] = {}
     for kind in next(iter(times.values())):
-        median = statistics.median(entry[kind] for entry in times.values())
+        median = statistics.median_low(entry[kind] for entry in times.values())  # of two nodes the faster one
         for node, entry in times.items():
             if entry[kind] > factor * median:
                 found.setdefault(node, []).append(
@@ -300,6 +305,7 @@ def main() -> int:
     import torch
 
     rank, ranks, local_ranks = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # a rank connects to those it talks to, not to all 16,384
     timeout = datetime.timedelta(seconds=CONNECT_SECONDS)
     torch.distributed.init_process_group("gloo", timeout=timeout)
     found = check(args, rank, ranks, local_ranks)

@@ -2,13 +2,17 @@
 
 import argparse
 import json
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megagate.supervise import preflight
-from tests.distributed import run_distributed
+from tests.distributed import ROOT, run_distributed
+from tests.launch.cluster import free_ports
 
 FACTS = {"torch": "2.11", "GPUs": "8"}
 
@@ -41,6 +45,20 @@ def test_a_slow_node_is_named_with_its_numbers() -> None:
     assert preflight.slow_nodes(times, 2.0) == {
         "n2": ["matrix product takes 35.0 ms, 3.5 times the median of all nodes"]
     }
+
+
+def test_the_slower_of_two_nodes_is_named() -> None:
+    times = {"n1": {"matrix product": 0.010}, "n2": {"matrix product": 0.025}}
+    assert list(preflight.slow_nodes(times, 2.0)) == ["n2"]
+    assert list(preflight.compare_nodes({n: reports()[n] | {"clock": c} for n, c in (("n1", 1.0), ("n2", 20.0))}, 10))
+
+
+def test_gpus_that_torch_does_not_see(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    args = preflight.build_parser().parse_args(["--folder", str(tmp_path), "--min-disk", "0"])
+    assert preflight.look_at_node(args, 1)["problems"] == []
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "64")
+    (problem,) = preflight.look_at_node(args, 1)["problems"]
+    assert re.fullmatch(r"torch sees \d+ of the 64 GPUs that Slurm gives", problem)
 
 
 def check_in_rank(folder: Path, fault: str) -> dict[str, list[str]]:
@@ -110,3 +128,21 @@ def test_nodes_that_never_answer(tmp_path: Path) -> None:
         "n2": ["GPU 0 does not work"],
         "n3": ["it did not answer"],
     }
+
+
+def test_the_command(tmp_path: Path) -> None:
+    """As torchrun starts it, on one node of two ranks."""
+    words = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--master-port",
+        str(free_ports(1)),
+        "-m",
+    ]
+    words += [preflight.__name__, "--folder", str(tmp_path), "--slow-factor", "1000"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=150, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "preflight.json").read_text()) == {}
