@@ -7,6 +7,7 @@ is what transformers makes of a partial_rotary_factor; attention is scaled on th
 from typing import Any
 
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
+from megatron.core.models.gpt import gpt_model
 from megatron.core.models.hybrid import hybrid_model
 
 
@@ -18,5 +19,6 @@ class PartialYarn(YarnRotaryEmbedding):
 
 
 def apply() -> None:
-    """Have HybridModel build it, which looks Megatron's up by name; idempotent."""
-    hybrid_model.YarnRotaryEmbedding = PartialYarn
+    """Have Megatron's models build it, which look theirs up by name; idempotent."""
+    for module in (gpt_model, hybrid_model):
+        module.YarnRotaryEmbedding = PartialYarn

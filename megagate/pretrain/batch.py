@@ -7,11 +7,19 @@ from typing import Any, cast
 import torch
 from megatron.core import mpu
 from megatron.core.rerun_state_machine import get_rerun_state_machine
-from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
+from megatron.core.utils import (
+    StragglerDetector,
+    get_attr_wrapped_model,
+    get_batch_on_this_cp_rank,
+    get_batch_on_this_tp_rank,
+)
 from megatron.training import get_args, get_timers
 from torch import Tensor
 
 from megagate.errors import UserError
+
+stragglers = StragglerDetector()
+"""Megatron's, of which there is one: it times what it is put around where --log-straggler is given."""
 
 BATCH_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 
@@ -113,9 +121,11 @@ def forward_step(
     """
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
-    batch = get_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
+    with stragglers(bdata=True):
+        batch = get_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
     timers("batch-generator").stop()
     loss_mask = cast(Tensor, batch["loss_mask"])  # None only where the schedule does not call the loss
     run = get_attr_wrapped_model(model, "build_schedule_plan") if return_schedule_plan else model
-    output = run(batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"])
+    with stragglers:
+        output = run(batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"])
     return output, partial(loss_function, loss_mask)
