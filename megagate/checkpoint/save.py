@@ -6,10 +6,12 @@ Also for saves that go on in the background: then the look comes when the last o
 import argparse
 import functools
 import importlib
+import io
 import os
 import shutil
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +19,12 @@ import torch
 
 from megagate.around import put_around
 from megagate.checkpoint import keep
-from megagate.checkpoint.load import missing_piece
+from megagate.checkpoint.load import TRACKER, missing_piece
 from megagate.errors import UserError
+from megagate.supervise.records import write_whole
 
-WAIT_FOR_ROOM = 600.0
-"""Seconds to wait for someone, or something, to make room on a full disk before the run ends."""
+WAITING_SHARE = 0.8
+"""Of --distributed-timeout-minutes, after which the other ranks give up, to wait for room on a full disk."""
 LOOK_AGAIN = 20.0
 MARGIN = 1.05
 
@@ -56,6 +59,30 @@ def apply(until_end: ExitStack) -> None:
     put_around(until_end, training, "save_checkpoint", lambda original: saving)
     put_around(until_end, checkpointing, "schedule_async_save", saving.ending)
     put_around(until_end, checkpointing.dist_checkpointing, "save", _looked_at)
+    put_around(until_end, checkpointing, "maybe_msc", Files)
+
+
+class Files:
+    """Megatron's functions for files, but the tracker is at any moment the old one or the new one, and whole."""
+
+    def __init__(self, original: Any) -> None:
+        self._original = original
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original, name)
+
+    def open(self, path: str, mode: str = "r", *positional: Any, **named: Any) -> Any:
+        """Open a file."""
+        if mode == "w" and Path(path).name == TRACKER:
+            return self._whole(Path(path))
+        return self._original.open(path, mode, *positional, **named)
+
+    @contextmanager
+    def _whole(self, path: Path) -> Iterator[io.StringIO]:
+        text = io.StringIO()
+        yield text
+        write_whole(path, text.getvalue())
+        _to_disk(path.parent)
 
 
 class Saving:
@@ -67,6 +94,7 @@ class Saving:
         self._cleaned: str | None = None
         self._start = 0.0
         self._step = 0
+        self._size = 0
 
     def __call__(self, iteration: int, *positional: Any, **named: Any) -> Any:
         """Save a checkpoint."""
@@ -79,8 +107,10 @@ class Saving:
             if self._cleaned != args.save:  # before the first save none can be in progress
                 self._cleaned = args.save
                 _say("removed what an interrupted save left", keep.clean(save))
-            _say("removed", keep.prune(save, args.keep_last, args.keep_every))
-            wait_for_room(save)
+                _say("removed", keep.prune(save, args.keep_last, args.keep_every))
+            if not self._size and (last := keep.tracked(save)):  # once: to look at each of its files takes time
+                self._size = keep.size(keep.directory(save, last))
+            wait_for_room(save, self._size, WAITING_SHARE * 60 * args.distributed_timeout_minutes)
         result = self.original(iteration, *positional, **named)
         if args.save is not None and args.rank == 0:
             seconds = time.time() - self._start
@@ -119,18 +149,22 @@ def _say(what: str, steps: list[int]) -> None:
         print(f"megagate: {what}: {', '.join(keep.directory(Path(), step).name for step in steps)}", flush=True)
 
 
-def wait_for_room(save: Path) -> None:
-    """Wait until there is room for a checkpoint of the size of the last one.
+def wait_for_room(save: Path, size: int, seconds: float) -> None:
+    """Wait until there is room for a checkpoint.
+
+    Args:
+        save: the folder of checkpoints.
+        size: bytes of an earlier one.
+        seconds: how long.
 
     Raises:
-        OSError: there is none after `WAIT_FOR_ROOM`; nothing was written.
+        OSError: there is no room until then; nothing was written.
     """
-    last = keep.tracked(save)
-    needed = keep.size(keep.directory(save, last)) * MARGIN if last else 0
-    deadline = time.time() + WAIT_FOR_ROOM
+    needed = size * MARGIN
+    deadline = time.monotonic() + seconds
     while (free := shutil.disk_usage(save).free if save.is_dir() else needed) < needed:
         room = f"{save} has {free / 1e9:.2f} GB free, and a checkpoint needs {needed / 1e9:.2f} GB"
-        if time.time() > deadline:
+        if time.monotonic() > deadline:
             raise OSError(f"{room}: remove something, or use --keep-last")
         print(f"megagate: {room}; waiting for room", flush=True)
         time.sleep(LOOK_AGAIN)

@@ -21,9 +21,10 @@ from megagate.supervise import preflight, records, slurm
 from megagate.supervise.decide import EXIT_AGAIN, Action, Attempt, Decision, Kind, Policy, decide
 from megagate.supervise.flags import is_given
 from megagate.supervise.records import END_TIME_VARIABLE, History
-from megagate.supervise.watch import END_SECONDS, Watch, send
+from megagate.supervise.watch import END_SECONDS, Log, Watch, send
 
 TRAINER = "megagate.pretrain"
+TRACKER = "latest_checkpointed_iteration.txt"
 LAST_SECONDS = 30.0
 """Before a job's time limit, to put it back into the queue: one that has run out of time does not come back."""
 NOT_STARTED = (EXIT_USER_ERROR, 126, 127)
@@ -139,6 +140,7 @@ class Supervisor:
     def _attempt(self, lock: int) -> tuple[Attempt, dict[str, Any]]:
         number = len(self.history.of("attempt")) + 1
         records.clear(self.folder)
+        self._put_aside_damaged_tracker()
         environment = dict(os.environ, PYTHONUNBUFFERED="1")
         environment[records.DIRECTORY_VARIABLE] = str(self.folder.resolve())
         environment[records.ATTEMPT_VARIABLE] = str(number)
@@ -177,9 +179,18 @@ class Supervisor:
         start = self.command[: self.command.index(TRAINER)]
         flags = ["--folder", str(self.folder.resolve()), *(self.settings.preflight or ())]
         try:
-            child = subprocess.Popen([*start, preflight.__name__, *flags], env=environment, stdin=subprocess.DEVNULL)
+            child = subprocess.Popen(
+                [*start, preflight.__name__, *flags],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+            )
         except OSError as error:
             raise UserError(f"cannot start {start[0]}: {error.strerror}; correct the command after --") from error
+        log = Log(child.stdout)
         late = False
         while child.poll() is None:
             late = time.monotonic() - started > self.settings.preflight_limit
@@ -190,6 +201,7 @@ class Supervisor:
                 except subprocess.TimeoutExpired:
                     child.kill()  # what it has started on a broken node may never end
             time.sleep(0.1)
+        log.close()
         if self._stop is not None:
             return Attempt(Kind.STOPPED, signal=self._stop), {"message": "during the checks of the nodes"}
         nodes = slurm.nodes() if slurm.job() else []
@@ -199,7 +211,7 @@ class Supervisor:
             said = f"what the ranks write into {self.folder} is not seen here: mount it in their container (--mounts)"
             records.say(f"error: {said}")
             return Attempt(Kind.USER_ERROR), {"message": said}
-        if child.returncode == 0:
+        if child.returncode == 0 and not found:
             return None
         if child.returncode in NOT_STARTED and not self._has_trained():
             return Attempt(Kind.USER_ERROR), {"message": "the checks of the nodes did not start: the log says why"}
@@ -216,7 +228,7 @@ class Supervisor:
 
     def _trainer(self) -> list[str]:
         """Return the command, which loads the run's own checkpoint once there is one."""
-        has_checkpoint = (self.save / "latest_checkpointed_iteration.txt").is_file() or any(self.save.glob("iter_*"))
+        has_checkpoint = (self.save / TRACKER).is_file() or any(self.save.glob("iter_*"))
         if not has_checkpoint and self._loads:
             return self.command
         return [*self.command, "--load", str(self.save), "--allow-fresh-start"]
@@ -224,9 +236,20 @@ class Supervisor:
     def _saved(self) -> int:
         """Return the step of the checkpoint that the tracker names, 0 without one."""
         try:
-            return int((self.save / "latest_checkpointed_iteration.txt").read_text(encoding="ascii"))
+            return int((self.save / TRACKER).read_text(encoding="ascii"))
         except (OSError, ValueError):
             return 0
+
+    def _put_aside_damaged_tracker(self) -> None:
+        """Let the trainer look for the newest complete checkpoint where the tracker names none: a node has crashed."""
+        tracker = self.save / TRACKER
+        try:
+            text = tracker.read_text(encoding="ascii", errors="replace").strip()
+        except OSError:
+            return
+        if not text.isdigit() and text != "release":
+            records.say(f"megagate: {tracker} holds {text[:40]!r}: put aside, for the newest complete checkpoint")
+            tracker.replace(tracker.with_name(f"damaged_{TRACKER}"))
 
     def _write_end(self, attempt: Attempt, details: dict[str, Any], decision: Decision) -> None:
         begun = self.history.of("attempt")[-1]

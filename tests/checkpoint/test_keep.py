@@ -93,17 +93,36 @@ def test_rolling_back(tmp_path: Path, count: int, before: int | None, target: in
 
 
 def test_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    make(tmp_path, 10, tracked=10)
-    save.wait_for_room(tmp_path)
+    save.wait_for_room(tmp_path, 100, 60)
     free = iter([50, 50, 200])
     monkeypatch.setattr(save, "LOOK_AGAIN", 0)
     monkeypatch.setattr(save.shutil, "disk_usage", lambda path: type("usage", (), {"free": next(free)}))
-    save.wait_for_room(tmp_path)
+    save.wait_for_room(tmp_path, 100, 60)
     assert capsys.readouterr().out.count("waiting for room") == 2
     monkeypatch.setattr(save.shutil, "disk_usage", lambda path: type("usage", (), {"free": 50}))
-    monkeypatch.setattr(save, "WAIT_FOR_ROOM", -1)
     with pytest.raises(OSError, match=r"GB free, and a checkpoint needs .* remove something, or use --keep-last"):
-        save.wait_for_room(tmp_path)
+        save.wait_for_room(tmp_path, 100, -1)
+
+
+def test_the_tracker_is_whole_at_any_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Opened for writing it would be empty until it is written, and for ever on a full disk."""
+    from megatron.training import checkpointing
+
+    files = save.Files(checkpointing.maybe_msc)
+    tracker = make(tmp_path, tracked=10) / TRACKER
+    with files.open(str(tracker), "w") as file:
+        file.write("20")
+        assert tracker.read_text() == "10"
+    with files.open(str(tracker), "r") as file:
+        assert file.read() == "20"
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(save.os, "fsync", full)
+    with pytest.raises(OSError, match="No space"), files.open(str(tracker), "w") as file:
+        file.write("30")
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [(TRACKER, "20")]
 
 
 def train_and_damage(argv: list[str]) -> str:

@@ -53,7 +53,7 @@ class Run:
         words += ["--gpus-per-node", "0", "--name", self.name, "--python", sys.executable, *options]
         words += [
             "--supervisor",
-            f"--back-off 0 --preflight {'on' if checks else 'off'}",
+            f"--back-off 0 --preflight {'on --preflight-flags=--slow-factor=1000' if checks else 'off'}",
             "--",
             "--save",
             str(self.save),

@@ -89,12 +89,21 @@ def test_most_nodes_do_not_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     """A full disk that all share leaves out no node, and may pass."""
     job = Job(tmp_path, monkeypatch)
     found = json.dumps({node: ["0.00 GB are free"] for node in ("n1", "n2", "n3")})
-    assert job.run(FINISHED, checks=(f"echo '{found}' > $MEGAGATE_SUPERVISE/preflight.json; exit 4", FIT)) == 0
+    assert job.run(FINISHED, checks=(f"echo '{found}' > $MEGAGATE_SUPERVISE/preflight.json", FIT)) == 0
     first, last = job.ends
     assert (first["kind"], first["host"], first["decision"], first["exclude"]) == ("preflight", None, "restart", [])
     assert "0.00 GB are free" in first["message"]
     assert last["kind"] == "finished"
     assert "requeue" not in job.asked()
+
+
+def test_checks_that_fail_on_thousands_of_nodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    """The main log stays readable."""
+    job = Job(tmp_path, monkeypatch)
+    assert job.run(FINISHED, checks=("yes 'Traceback (most recent call last):' | head -n 9999; exit 1", FIT)) == 0
+    assert 10 < len(capfd.readouterr().out.splitlines()) < 500
 
 
 def test_slurm_refuses_to_requeue(
@@ -158,3 +167,14 @@ def test_slurm_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert slurm.seconds_left() is None
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 100))
     assert 90 < (slurm.seconds_left() or 0) <= 100
+
+
+@pytest.mark.parametrize("text", ["", "\0\0", "5\n", "release"])
+def test_a_tracker_that_a_crash_has_emptied(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainer then takes the newest complete checkpoint."""
+    job = Job(tmp_path, monkeypatch)
+    job.save.mkdir()
+    tracker = job.save / "latest_checkpointed_iteration.txt"
+    tracker.write_text(text)
+    assert job.run(FINISHED) == 0
+    assert tracker.exists() == bool(text.strip("\0"))
