@@ -43,9 +43,10 @@ def main() -> int:
         sys.stdout = stream.terminal  # only the imports were to be quiet
     try:
         args = parse(sys.argv[1:])
-    except UserError:
+    except UserError as error:
         if os.environ["LOCAL_RANK"] == "0":  # once on each machine: files can be missing on one of them
             raise
+        write_outcome("user_error", int(os.environ["RANK"]), _sentence(error)[:1000])  # it may be this rank's alone
         return EXIT_USER_ERROR
     if stream is not None:
         log = output.open_log(stream, Path(args.save or args.tensorboard_dir or "runs") / "logs", args.rank)

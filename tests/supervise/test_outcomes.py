@@ -37,3 +37,21 @@ def test_how_a_rank_failed(
         entry.told()
     (written,) = read_outcomes(tmp_path)
     assert (written["outcome"], written["message"]) == (outcome, message)
+
+
+def test_a_mistake_that_only_one_rank_sees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from megagate.pretrain import arguments, output, stop
+
+    def refuse(argv: list[str]) -> None:
+        raise UserError("cannot read x.yaml")
+
+    monkeypatch.setattr(arguments, "parse", refuse)
+    monkeypatch.setattr(output, "quiet", lambda: None)
+    monkeypatch.setattr(stop, "install", lambda: None)
+    for name, value in (("RANK", "9"), ("LOCAL_RANK", "1"), (DIRECTORY_VARIABLE, str(tmp_path))):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("sys.argv", ["megagate.pretrain"])
+    assert entry.main() == 2
+    (written,) = read_outcomes(tmp_path)
+    assert (written["outcome"], written["rank"]) == ("user_error", 9)
+    assert written["message"] == "UserError: cannot read x.yaml"
