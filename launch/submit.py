@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from megagate.errors import UserError, run_command  # noqa: E402
-from megagate.pretrain.parser import Parser  # noqa: E402
+from megagate.parser import Parser  # noqa: E402
 from megagate.supervise.__main__ import build_parser as build_supervisor_parser  # noqa: E402
 from megagate.supervise.__main__ import words_of  # noqa: E402
 from megagate.supervise.flags import check, last_value  # noqa: E402
@@ -101,7 +101,7 @@ def script(args: argparse.Namespace, trainer: list[str]) -> tuple[str, Path]:
     Raises:
         UserError: something in the arguments is wrong.
     """
-    from megagate.pretrain.recipe import read_recipe
+    from megagate.recipe import read_recipe
 
     flags, _ = read_recipe(args.recipe)
     for name, least in (("nodes", 1), ("warn", 1), ("gpus-per-node", 0), ("ranks-per-node", 1)):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from megagate.gate import PRESETS, SWITCH_HEAD_PRESETS, preset
 from megagate.gate.config import add_gate_arguments
-from megagate.pretrain.parser import Parser
+from megagate.parser import Parser
 
 PAGE = (Path(__file__).parents[1] / "docs" / "gates.md").read_text(encoding="utf-8")
 LAYERS = 24

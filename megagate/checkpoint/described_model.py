@@ -89,7 +89,7 @@ def complete_arguments(flags: Mapping[str, Any]) -> argparse.Namespace:
     """
     with quiet():
         from megagate.pretrain.arguments import build_parser, read, validate
-    from megagate.pretrain.recipe import recipe_tokens
+    from megagate.recipe import recipe_tokens
 
     tokens = recipe_tokens({**flags, **RUN}, build_parser()[0], "of the model")
     with mock.patch.dict(os.environ, ALONE), quiet(), hidden_output(), _own_global_arguments():

@@ -109,7 +109,7 @@ def _show(numbers: dict[str, Any], text: list[str], target: str | None) -> None:
 def _search(args: argparse.Namespace, machine: Gpu, options: argparse.Namespace) -> int:
     from megagate.plan.gpus import GIB
     from megagate.plan.search import search
-    from megagate.pretrain.recipe import read_recipe
+    from megagate.recipe import read_recipe
 
     def progress(done: int, total: int) -> None:
         if sys.stderr.isatty():

@@ -30,7 +30,7 @@ from megagate.platform import cpu
 from megagate.pretrain.arguments import build_parser, finish, read
 from megagate.pretrain.backend import stand_in
 from megagate.pretrain.datasets import dataset_prefixes
-from megagate.pretrain.recipe import merge_recipe
+from megagate.recipe import merge_recipe
 
 LARGEST_WORLD_SIZE = 1 << 20
 NO_WRITERS = ("tensorboard_dir", "wandb_project")

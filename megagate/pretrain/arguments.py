@@ -46,17 +46,17 @@ from megagate.model.pattern import (
     restate_in_layers,
     stage_sizes,
 )
+from megagate.parser import HelpFormatter, Parser
 from megagate.platform import cpu, on_cpu
 from megagate.pretrain import data_record, fim
 from megagate.pretrain.backend import add_fp8_arguments, choose_backend, set_fusions
 from megagate.pretrain.datasets import dataset_prefixes
 from megagate.pretrain.gate_checks import add_gate_training_arguments, check_gate
 from megagate.pretrain.layout import check_layout
-from megagate.pretrain.parser import HelpFormatter, Parser
-from megagate.pretrain.recipe import merge_recipe
 from megagate.pretrain.refusals import check_backend
 from megagate.pretrain.spikes import add_spike_arguments, check_spikes
 from megagate.pretrain.validation import check_validation_sets
+from megagate.recipe import merge_recipe
 from megagate.telemetry.loop import add_telemetry_arguments, check_telemetry
 
 DEFAULTS: dict[str, Any] = {

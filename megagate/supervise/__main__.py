@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megagate.errors import UserError, run_command
-from megagate.pretrain.parser import Parser
+from megagate.parser import Parser
 from megagate.supervise import preflight, simulate, slurm
 from megagate.supervise.decide import Policy
 from megagate.supervise.flags import check, save_folder

@@ -34,7 +34,7 @@ def in_recipe(flags: list[str]) -> dict[str, Any]:
     recipe = last_value(flags, "--recipe")
     if recipe is None:
         return {}
-    from megagate.pretrain.recipe import read_recipe
+    from megagate.recipe import read_recipe
 
     return read_recipe(recipe)[0]
 

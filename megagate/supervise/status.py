@@ -74,12 +74,16 @@ def screen(save: Path, now: float | None = None) -> str:
     time_spent = goodput(events, progress, now)
     lines = [f"run        {save}"]
     if running:
-        step = f"step {progress.step}, {now - progress.time:.0f} s ago" if progress else "before its first step"
+        step = (
+            f"step {progress.step}, {_duration(max(0.0, now - progress.time))} ago"
+            if progress
+            else "before its first step"
+        )
         lines.append(f"now        attempt {last['attempt']} on {_nodes(last)}: {step}")
     else:
         end = ends[last["attempt"]]
         lines.append(f"now        not running; last decision: {end['decision']} ({end['reason']})")
-    lines.append(f"saved      step {_saved(save)}")
+    lines.append(f"saved      {_saved(save)}")
     lost = sum(end["steps_lost"] for end in ends.values())
     lines.append(f"attempts   {len(begun)}: {_counts(ends.values())}; {lost} steps done again")
     lines.append(
@@ -125,9 +129,10 @@ def _nodes(begun: dict[str, Any]) -> str:
 
 def _saved(save: Path) -> str:
     try:
-        return (save / "latest_checkpointed_iteration.txt").read_text(encoding="ascii").strip()
+        text = (save / "latest_checkpointed_iteration.txt").read_text(encoding="ascii", errors="replace").strip()
     except OSError:
-        return "none"
+        return "nothing"
+    return f"step {text}"
 
 
 def _duration(seconds: float) -> str:

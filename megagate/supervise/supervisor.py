@@ -287,9 +287,7 @@ class Supervisor:
         if decision.action in (Action.DONE, Action.STOP, Action.GIVE_UP):
             return decision.status
         if decision.action is Action.ROLL_BACK:
-            from megagate.checkpoint.keep import roll_back  # imports torch
-
-            records.say(f"megagate: going back to step {roll_back(self.save, 1)}")
+            records.say(f"megagate: going back to step {self._go_back()}")
         if decision.action is Action.REQUEUE and attempts[-1].kind is not Kind.STOPPED:
             problem = slurm.requeue(decision.exclude)
             if problem is None:
@@ -307,6 +305,22 @@ class Supervisor:
             records.say(f"megagate: Slurm does not requeue the job ({problem}): submit it again to go on")
             return EXIT_AGAIN
         return None if self._stop is None else EXIT_AGAIN
+
+    def _go_back(self) -> int:
+        """Make the checkpoint before the last one that from which the run goes on; return its step."""
+        try:
+            from megagate.checkpoint.keep import roll_back
+        except ImportError:  # outside of a container there may be no torch; the trainer looks at what it loads
+            last = self._saved()
+            earlier = [int(path.parent.name[5:]) for path in self.save.glob("iter_*/.metadata")]
+            target = max((step for step in earlier if step < last), default=last)
+            if target < last:
+                records.write_whole(self.save / TRACKER, str(target))
+                aside = self.save / "rolled_back"
+                aside.mkdir(exist_ok=True)
+                (self.save / f"iter_{last:07d}").rename(aside / f"iter_{last:07d}.{time.time():.0f}")
+            return target
+        return roll_back(self.save, 1)
 
     def _wait_for_slurm(self) -> int:
         """Wait until Slurm ends this process, whose job it has requeued."""

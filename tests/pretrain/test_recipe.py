@@ -7,7 +7,7 @@ import pytest
 
 from megagate.errors import UserError
 from megagate.pretrain.arguments import build_parser, read
-from megagate.pretrain.recipe import merge_recipe
+from megagate.recipe import merge_recipe
 from tests.training import EXPERTS, MODEL, RUN
 
 MODEL_YAML = """\

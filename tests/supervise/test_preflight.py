@@ -70,15 +70,18 @@ def check_in_rank(folder: Path, fault: str) -> dict[str, list[str]]:
     from torch import distributed
 
     rank, ranks = distributed.get_rank(), distributed.get_world_size()
+    calls = []
     args = preflight.build_parser().parse_args(["--folder", str(folder), "--slow-factor", "6"])
     original = preflight._shortest
 
     def slowly(work: Any, device: str) -> float:
         def slow() -> None:
             work()
-            time.sleep(0.5)
+            time.sleep(0.1)
 
-        return original(slow if rank == 1 and fault == "slow" else work, device)
+        calls.append(device)
+        hinders = fault == "slow" or (fault == "slow for a moment" and len(calls) == 1)
+        return original(slow if rank == 1 and hinders else work, device)
 
     def version(package: str) -> str:
         return "9.9" if rank == 1 and fault == "version" else "1.0"
@@ -91,6 +94,7 @@ def check_in_rank(folder: Path, fault: str) -> dict[str, list[str]]:
 def test_nodes_together(tmp_path: Path) -> None:
     for fault, words in (
         ("none", None),
+        ("slow for a moment", None),
         ("version", "torch is 9.9, on 2 of 3 nodes 1.0"),
         ("slow", "matrix product ta"),
     ):

@@ -80,6 +80,7 @@ def test_from_a_crash_to_the_end(tmp_path: Path) -> None:
     shown = screen(run.save)
     assert "attempts   4: 1 failed, 1 device, 1 spike, 1 finished; 4 steps done again" in shown
     assert "skipped    steps 3-4" in shown
+    assert "saved      step 12" in shown
     assert len(shown.splitlines()) < 25
 
 
@@ -295,3 +296,25 @@ def test_what_a_first_start_loads(tmp_path: Path) -> None:
         assert supervisor._trainer() == [*command, *expected]
     (tmp_path / "save" / "iter_0000001").mkdir(parents=True)
     assert supervisor._trainer() == [*command, *own]
+
+
+def test_going_back_without_torch(tmp_path: Path) -> None:
+    """As the supervisor of a container may have to: nothing that it needs imports torch."""
+    for step in (10, 20):
+        (tmp_path / f"iter_{step:07d}").mkdir()
+        (tmp_path / f"iter_{step:07d}" / ".metadata").write_text("")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("20")
+    code = """
+import sys
+from pathlib import Path
+sys.modules["torch"] = None
+from megagate.supervise import __main__, decide, supervisor
+settings = supervisor.Settings(decide.Policy(), 1, 1, 1)
+print(supervisor.Supervisor(["x"], Path(sys.argv[1]), settings)._go_back())
+"""
+    words = [sys.executable, "-c", code, str(tmp_path)]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+    assert (done.stdout, done.stderr) == ("10\n", "")
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "10"
+    assert [path.name[:12] for path in (tmp_path / "rolled_back").iterdir()] == ["iter_0000020"]
+    assert not (tmp_path / "iter_0000020").exists()

@@ -52,7 +52,7 @@ def saved(model: Any, directory: Path) -> tuple[dict[str, Any], Tensors]:
 def flags_of(arguments: Mapping[str, Any]) -> list[str]:
     """Return command-line tokens for arguments in a recipe's form."""
     from megagate.pretrain.arguments import build_parser
-    from megagate.pretrain.recipe import recipe_tokens
+    from megagate.recipe import recipe_tokens
 
     parser, _ = build_parser()
     return recipe_tokens({name.replace("_", "-"): value for name, value in arguments.items()}, parser, "arguments")

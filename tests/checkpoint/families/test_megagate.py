@@ -132,7 +132,7 @@ def arguments_of(flags: dict[str, Any]) -> argparse.Namespace:
     from megatron.training.argument_utils import ArgumentGroupFactory
 
     from megagate.pretrain.arguments import build_parser, parse
-    from megagate.pretrain.recipe import recipe_tokens
+    from megagate.recipe import recipe_tokens
 
     run = "--mock-data --tokenizer-type NullTokenizer --seq-length 16 --micro-batch-size 2 --lr 1 --train-iters 1"
     # Megatron parses its own source for the help of its flags.

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megagate.errors import UserError, nearest
-from megagate.pretrain.parser import Parser
+from megagate.parser import Parser
 from megagate.yaml_file import read_yaml
 
 ENVIRONMENT_KEY = "environment"
