@@ -60,6 +60,7 @@ class Allocations(TorchDispatchMode):
 def build(gate: GateConfig, recompute_gate: bool) -> torch.nn.Module:
     """Return one attention layer."""
     config = TransformerConfig(
+        transformer_impl="local",
         num_layers=1,
         hidden_size=HIDDEN,
         num_attention_heads=HEADS,

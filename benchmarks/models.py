@@ -66,6 +66,7 @@ def build(variant: str, auxiliary_coefficient: float = AUXILIARY_COEFFICIENT) ->
     """
     gate = preset({MEGATRONS_GATE: "sdpa-elementwise", MEGATRONS_LAYERS: "baseline"}.get(variant, variant))
     config = TransformerConfig(
+        transformer_impl="local",
         num_layers=2 * BLOCKS,
         hidden_size=HIDDEN,
         num_attention_heads=HEADS,
