@@ -6,13 +6,7 @@ one of its outputs is gone, and when it was interrupted, for its stamp is writte
 
 import hashlib
 import json
-import os
-import re
-import shlex
 import shutil
-import signal
-import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -20,8 +14,7 @@ from pathlib import Path
 
 import megagate
 from megagate.errors import UserError
-
-ROOT = Path(__file__).resolve().parents[2]
+from megagate.processes import ROOT, environment, iteration_of, run_logged
 
 
 def shown(path: Path) -> str:
@@ -127,57 +120,28 @@ class Steps:
     def _execute(self, name: str, command: Sequence[str], report: Callable[[str], str | None] | None) -> None:
         """Run a command, its output in a log and what `report` makes of it on the terminal."""
         log = self.logs / f"{name}.log"
-        with open(log, "w", encoding="utf-8") as stream:
-            stream.write(f"$ {shlex.join(command)}\n")
-            stream.flush()
-            process = subprocess.Popen(
-                command,
-                env=environment(),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                encoding="utf-8",
-                errors="replace",
-            )
-            assert process.stdout is not None
-            try:
-                for line in process.stdout:
-                    stream.write(line)
-                    stream.flush()
-                    news = report(line) if report else None
-                    if news:
-                        print(f"    {news}", flush=True)
-                status = process.wait()
-            finally:
-                if process.poll() is None:
-                    process.send_signal(signal.SIGTERM)
-                    process.wait()
+
+        def show(line: str) -> None:
+            news = report(line) if report else None
+            if news:
+                print(f"    {news}", flush=True)
+
+        # No GPU, and one thread for each process.
+        variables = environment() | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        status = run_logged(command, log, variables, show)
         if status:
             print(flush=True)
             raise UserError(f"the step {name!r} failed with exit status {status}: its log {shown(log)} says why")
-
-
-def environment() -> dict[str, str]:
-    """Return the environment of a step: this tree's megagate, no GPU, one thread per process, no name resolution."""
-    variables = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    if any(name == "lo" for _, name in socket.if_nameindex()):
-        variables["GLOO_SOCKET_IFNAME"] = "lo"
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**os.environ, **variables, "PYTHONPATH": os.pathsep.join(paths)}
-
-
-ITERATION = re.compile(r"iteration +(\d+)/ *(\d+) .*elapsed time per iteration \(ms\): ([\d.]+) .*lm loss: ([\d.E+-]+)")
 
 
 def training_report(tokens_per_iteration: int) -> Callable[[str], str | None]:
     """Return a function that shortens Megatron's line of an iteration, which has some twenty numbers."""
 
     def report(line: str) -> str | None:
-        match = ITERATION.search(line)
-        if match is None:
+        seen = iteration_of(line)
+        if seen is None:
             return line.strip() if line.startswith("megagate: gate") or "loading" in line[:40] else None
-        iteration, total, milliseconds, loss = match.groups()
-        speed = tokens_per_iteration / float(milliseconds) * 1000
-        return f"iteration {iteration:>4} of {total}   loss {float(loss):.3f}   {speed:>6.0f} tokens/s"
+        speed = tokens_per_iteration / seen.milliseconds * 1000
+        return f"iteration {seen.number:>4} of {seen.total}   loss {seen.loss:.3f}   {speed:>6.0f} tokens/s"
 
     return report

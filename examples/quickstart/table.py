@@ -1,28 +1,23 @@
 """What the demo shows at its end: a table of the models, and a picture of their losses."""
 
 import json
-import logging
 import statistics
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megagate.report.runs import read_runs
+from megagate.report.tables import Table
+from megagate.report.text import aligned
+
 LOSS_TAG, TIME_TAG = "lm loss", "iteration-time"
 
 
 def read_scalars(folder: Path, tag: str) -> tuple[list[int], list[float]]:
-    """Return the steps and values of a tag in TensorBoard's files; where a resumed run repeats a step, the last."""
-    logging.getLogger("tensorboard").setLevel(logging.ERROR)
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    values: dict[int, float] = {}
-    for path in sorted(folder.glob("events.out.tfevents.*"), key=lambda path: path.name):
-        events = EventAccumulator(str(path), size_guidance={"scalars": 0})
-        events.Reload()
-        if tag in events.Tags()["scalars"]:
-            values |= {event.step: event.value for event in events.Scalars(tag)}
-    steps = sorted(values)
-    return steps, [values[step] for step in steps]
+    """Return the steps and values of a tag in TensorBoard's files; of what a resumed run repeats, the last."""
+    (run,) = read_runs([str(folder)])
+    series = run.scalars[tag]
+    return series.steps.tolist(), series.values.tolist()
 
 
 def tokens_per_second(folder: Path, tokens_per_iteration: int) -> float:
@@ -57,9 +52,7 @@ def models_table(reports: Mapping[str, Mapping[str, Any]], speeds: Mapping[str, 
     rows.append(
         ["unigram", f"{first['unigram_loss']:.3f}", f"{first['unigram_perplexity']:.1f}", *["-"] * 4],
     )
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
+    return aligned(Table("", rows[0], rows[1:]))
 
 
 def draw_losses(folders: Mapping[str, Path], picture: Path) -> bool:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from megagate.errors import EXIT_USER_ERROR, UserError, reason, run_command
 from megagate.pretrain import output, slurm, stop
+from megagate.processes import free_port
 from megagate.supervise.records import write_outcome
 
 LOCAL_WORLD = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}
@@ -24,7 +25,7 @@ def main() -> int:
     for name, value in LOCAL_WORLD.items():
         os.environ.setdefault(name, value)
     if alone and "MASTER_PORT" not in os.environ:
-        os.environ["MASTER_PORT"] = str(_free_port())
+        os.environ["MASTER_PORT"] = str(free_port())
     wants_help = any(token in ("-h", "--help") for token in sys.argv[1:])
     stream = None if "--verbose" in sys.argv else output.quiet()
 
@@ -67,15 +68,6 @@ def _dry_run() -> int:
 
     dry_run.run(sys.argv[1:])
     return 0
-
-
-def _free_port() -> int:
-    """Return a port on which nothing listens."""
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return probe.getsockname()[1]
 
 
 def _sentence(error: BaseException) -> str:
