@@ -2,9 +2,12 @@
 
 import re
 import shlex
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import yaml
 
 from megagate.gate import PRESETS
 from tests.distributed import ROOT, run_distributed
@@ -38,12 +41,15 @@ def by_hand(recipe: str, baseline: bool) -> tuple[int, int]:
         "moe_15a2b/recipe.yaml": (24, 2048, 32, 4, 768, 128, 8, 2),
         "long_context/recipe_32k.yaml": (24, 2048, 32, 4, 768, 128, 8, 2),
         "long_context/recipe_128k.yaml": (24, 2048, 32, 4, 768, 128, 8, 2),
+        "long_context/recipe_128k_yarn.yaml": (24, 2048, 32, 4, 768, 128, 8, 2),
         "moe_1t/recipe.yaml": (64, 6144, 64, 8, 2176, 384, 8, 2),
-    }[recipe.removeprefix("examples/")]
-    width = 128 * heads
-    attention = hidden * (2 * width + 2 * 128 * groups + (0 if baseline else width)) + 2 * 128
+        "ablation/recipe_small.yaml": (4, 96, 8, 2, 96, 8, 2, 2),
+    }[recipe.removeprefix("examples/").replace("_fp8", "")]
+    channels, vocabulary = (16, 2048) if "ablation" in recipe else (128, VOCABULARY)
+    width = channels * heads
+    attention = hidden * (2 * width + 2 * channels * groups + (0 if baseline else width)) + 2 * channels
     norms, mlp = 2 * hidden, 3 * hidden * ffn
-    outside = embeddings * VOCABULARY * hidden + hidden
+    outside = embeddings * vocabulary * hidden + hidden
     if not experts:
         total = layers * (attention + norms + mlp) + outside
         return total, total
@@ -69,7 +75,9 @@ def build_all() -> dict[str, list[tuple[int, int]]]:
 
     counts: dict[str, list[tuple[int, int]]] = {}
     for recipe in RECIPES:
-        runs = [(gpus, flags) for gpus, flags, *_ in stated_runs(recipe)]
+        # Without Transformer Engine FP8 models are built in bf16, whose parameters are the same.
+        omit = ["--omit", *fp8_keys(recipe)] if fp8_keys(recipe) else []
+        runs = [(gpus, [*flags, *omit]) for gpus, flags, *_ in stated_runs(recipe)]
         for index, (gpus, flags) in enumerate(runs or [(2, ["--vocab-size", "1000"])]):
             for rank in (gpus - 1,) if index else (0, gpus - 1):
                 with rank_of(["--recipe", recipe, *flags], gpus, rank) as (real, layout):
@@ -87,8 +95,47 @@ def build_all() -> dict[str, list[tuple[int, int]]]:
     return counts
 
 
+def fp8_keys(recipe: str) -> dict[str, Any]:
+    """Return what a recipe says of FP8, without dashes in names."""
+    content = yaml.safe_load((ROOT / recipe).read_text(encoding="utf-8"))
+    return {key.replace("-", "_"): value for key, value in content.items() if "fp8" in key or "quantization" in key}
+
+
+def test_megatron_takes_the_fp8_recipes() -> None:
+    found = run_distributed(fp8_settings, 1, timeout=100)[0]
+    assert found == {recipe: ("e4m3", "blockwise", True) for recipe in RECIPES if "fp8" in recipe}
+    assert len(found) == 2
+
+
+def fp8_settings() -> dict[str, tuple[str, str, bool]]:
+    """Return what of FP8 is in Megatron's own configuration of each recipe's layers, which checks it."""
+    from megatron.core.transformer import transformer_config
+    from megatron.training.arguments import core_transformer_config_from_args
+
+    from megagate.plan.dry_run import arguments_for, forget
+    from tests.plan.cluster import without_help
+
+    torch.distributed.destroy_process_group()  # the test's own, of one rank
+    found = {}
+    for recipe in RECIPES:
+        keys = fp8_keys(recipe)
+        if keys:
+            gpus = stated_runs(recipe)[0][0]
+            with without_help():
+                args, _ = arguments_for(["--recipe", recipe, "--omit", *keys], gpus)
+            names = {"fp8_format": "fp8"}  # Megatron's
+            vars(args).update({names.get(key, key): value for key, value in keys.items()})
+            args.transformer_impl = "transformer_engine"
+            # As if Transformer Engine were installed.
+            with mock.patch.object(transformer_config, "is_te_min_version", lambda *version, **how: True):
+                config = core_transformer_config_from_args(args)
+            found[recipe] = config.fp8, config.fp8_recipe, config.moe_router_padding_for_quantization
+            forget()
+    return found
+
+
 def test_there_are_recipes_for_all_that_the_documentation_names() -> None:
-    assert len(RECIPES) == 8  # the quickstart's among them
+    assert len(RECIPES) == 12  # the quickstart's among them
 
 
 @pytest.mark.parametrize("recipe", [recipe for recipe in RECIPES if recipe != QUICKSTART])
