@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megagate.report.runs import read_runs
+from megagate.report.runs import read_run
 from megagate.report.tables import Table
 from megagate.report.text import aligned
 
@@ -15,8 +15,7 @@ LOSS_TAG, TIME_TAG = "lm loss", "iteration-time"
 
 def read_scalars(folder: Path, tag: str) -> tuple[list[int], list[float]]:
     """Return the steps and values of a tag in TensorBoard's files; of what a resumed run repeats, the last."""
-    (run,) = read_runs([str(folder)])
-    series = run.scalars[tag]
+    series = read_run(folder).scalars[tag]
     return series.steps.tolist(), series.values.tolist()
 
 

@@ -117,6 +117,17 @@ def read_runs(words: Sequence[str]) -> list[Run]:
     ]
 
 
+def read_run(directory: Path) -> Run:
+    """Return the run whose event files lie in `directory`, without a word about progress.
+
+    Raises:
+        UserError: there are none, or they hold no scalar.
+    """
+    events = find_events(directory)
+    files = sorted(path for path in events.glob(PATTERN) if path.is_file())
+    return join(_own_name(events), events, [read_event_file(path) for path in files])
+
+
 def _own_name(directory: Path) -> str:
     directory = directory.resolve()
     return directory.parent.name if directory.name in GENERIC_NAMES else directory.name
