@@ -23,14 +23,13 @@ def main() -> int:
     options, rest = _parser().parse_known_args()
     if options.published:
         return _show_errors()
+    if options.figure is not None and not options.scaling:
+        raise UserError("--figure has no effect without --scaling: add it")
+    if options.scaling and options.recipe is not None:
+        return _scale(options, rest)
     if options.recipe is None or options.gpus is None:
         raise UserError("give a recipe and --gpus, for example examples/moe_15a2b/recipe.yaml --gpus 64")
-    machine = gpu(options.gpu)
-    changed = {"network": options.network, "node": options.node}
-    scale = {"network": 1e9, "node": 1}
-    machine = dataclasses.replace(
-        machine, **{name: value * scale[name] for name, value in changed.items() if value is not None}
-    )
+    machine = _machine(options)
     args = _arguments(options, rest)
     if options.search:
         return _search(args, machine, options)
@@ -48,7 +47,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("recipe", nargs="?", help="YAML file of flags, as for megagate.pretrain")
     parser.add_argument("--gpus", type=int, metavar="N", help="how many GPUs")
     parser.add_argument("--gpu", default="h100", help=f"which: {', '.join(KNOWN)} (default: h100)")
-    parser.add_argument("--precision", choices=("bf16", "fp8"), default="bf16", help="of matrix products, for the time")
+    parser.add_argument(
+        "--precision",
+        choices=("bf16", "fp8"),
+        help="of matrix products, for the time (that of the run)",
+    )
     parser.add_argument("--network", type=float, metavar="GB/S", help="bytes per second of each GPU to other nodes")
     parser.add_argument("--node", type=int, metavar="N", help="GPUs that NVLink connects")
     parser.add_argument("--tokens", type=float, metavar="T", help="of the run; default: the recipe's iterations")
@@ -60,6 +63,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--price-per-kwh", type=float, metavar="P")
     parser.add_argument("--search", action="store_true", help="look for the fastest layouts instead of the recipe's")
     parser.add_argument("--top", type=int, default=5, metavar="N", help="layouts that --search shows (default: 5)")
+    parser.add_argument("--scaling", action="store_true", help="say what a rank needs on 8 to 16,384 GPUs")
+    parser.add_argument("--figure", metavar="FILE", help="draw what --scaling says, as PNG")
     parser.add_argument("--json", metavar="FILE", help="write the plan to FILE too; - for standard output alone")
     parser.add_argument("--published", action="store_true", help="hold the step-time model against published figures")
     return parser
@@ -75,7 +80,27 @@ def _arguments(options: argparse.Namespace, rest: list[str]) -> argparse.Namespa
 
         args, _ = arguments_for(["--recipe", options.recipe, *rest], options.gpus)
         forget()
+    if options.precision is None:
+        options.precision = "fp8" if _given(options, rest).fp8 else "bf16"
     return as_hybrid(args)
+
+
+def _given(options: argparse.Namespace, rest: list[str]) -> argparse.Namespace:
+    """Return what the recipe and the command line say, as it stands there."""
+    with _quietly():
+        from megagate.pretrain.arguments import build_parser
+        from megagate.recipe import merge_recipe
+
+        parser, gate_flags = build_parser()
+        return parser.parse_args(merge_recipe(["--recipe", options.recipe, *rest], parser, gate_flags))
+
+
+def _machine(options: argparse.Namespace) -> Gpu:
+    changed = {"network": options.network, "node": options.node}
+    scale = {"network": 1e9, "node": 1}
+    return dataclasses.replace(
+        gpu(options.gpu), **{name: value * scale[name] for name, value in changed.items() if value is not None}
+    )
 
 
 def _quietly() -> Any:
@@ -142,6 +167,27 @@ def _search(args: argparse.Namespace, machine: Gpu, options: argparse.Namespace)
         numbers["rejected"].append({"count": count, "reason": reason, "example": rejected.examples[reason]})
     _show(numbers, text, options.json)
     return 0 if found else 1
+
+
+def _scale(options: argparse.Namespace, rest: list[str]) -> int:
+    from megagate.report.style import to_png
+
+    machine = _machine(options)
+    with _quietly():
+        from megagate.plan.scaling import figure, lines, smallest, study
+
+    options.gpus = smallest(_given(options, rest))
+    args = _arguments(options, rest)
+    rows = study(args, machine, options.precision)
+    if not rows:
+        raise UserError(f"no layout of {options.recipe} fits 8, 16, ... 16,384 GPUs: change its parallel sizes")
+    if options.figure is not None:
+        try:
+            Path(options.figure).write_bytes(to_png(figure(rows, machine)))
+        except OSError as error:
+            raise UserError(f"cannot write {options.figure}: {error.strerror}; choose another --figure") from error
+    _show({"GPU": machine.name, "rows": rows}, list(lines(rows, machine)), options.json)
+    return 0
 
 
 def _show_errors() -> int:
