@@ -67,8 +67,13 @@ def dataset_files(prefix: Path) -> list[Path]:
     return [prefix.with_name(prefix.name + suffix) for suffix in (".bin", ".idx")]
 
 
-def prepare_data(steps: Steps, short: bool) -> dict[str, Path]:
+def prepare_data(steps: Steps, short: bool, vocabulary_size: int = VOCABULARY_SIZE) -> dict[str, Path]:
     """Write the corpus, train the tokenizer and tokenize.
+
+    Args:
+        steps: of the example.
+        short: take little text and a small vocabulary.
+        vocabulary_size: otherwise.
 
     Returns:
         The tokenizer's file, and the prefixes of the datasets "train" and "held_out".
@@ -83,7 +88,7 @@ def prepare_data(steps: Steps, short: bool) -> dict[str, Path]:
         outputs=[*files.values()],
         settings=[maximum_files, HELD_OUT_PERCENT, sorted(EXCLUDED_FOLDERS)],
     )
-    vocabulary_size = SHORT_VOCABULARY_SIZE if short else VOCABULARY_SIZE
+    vocabulary_size = SHORT_VOCABULARY_SIZE if short else vocabulary_size
     prepared = {"tokenizer": tokenizer.with_name(tokenizer.name + ".model")}
     tokenizer_values = {"input": files["train"], "output-prefix": tokenizer, "vocab-size": vocabulary_size}
     steps.run(
