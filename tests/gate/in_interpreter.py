@@ -170,11 +170,14 @@ def test_nan_in_one_head_reaches_only_what_depends_on_it(position: str) -> None:
 
 
 def test_offsets_beyond_32_bits() -> None:
-    """Memory that is never touched costs nothing: the rows of each tensor lie more than 2^31 elements apart."""
-    gate, far = GateConfig(position="sdpa"), 2**31 + 24
+    """Memory that is never touched costs nothing: the third token lies 2^31 elements after the first.
+
+    The stride itself has 32 bits, so that the kernel must widen it.
+    """
+    gate, far = GateConfig(position="sdpa"), 2**30 + 24
     parts = []
     for _ in range(3):
-        part = torch.empty(far + 16, dtype=torch.bfloat16).as_strided((2, 1, 2, 8), (far, far, 8, 1))
+        part = torch.empty(2 * far + 16, dtype=torch.bfloat16).as_strided((3, 1, 2, 8), (far, far, 8, 1))
         parts.append(part.copy_(torch.randn(part.shape)))
     y, logits, grad = parts
     actual = results(partial(fused_gate, config=gate), y, logits, grad)
