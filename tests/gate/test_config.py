@@ -325,6 +325,8 @@ def test_megatrons_own_gate_flag_means_sdpa_elementwise() -> None:
     )
     with pytest.raises(UserError, match="--gate-position value contradicts --attention-output-gate, which has"):
         parse("--gate-position", "value", attention_output_gate=True)
+    with pytest.raises(UserError, match="--switch-head-experts 4 contradicts --attention-output-gate, which has"):
+        parse("--switch-head-experts", "4", attention_output_gate=True)
 
 
 def test_added_parameters_are_the_papers() -> None:
