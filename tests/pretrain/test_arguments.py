@@ -18,8 +18,8 @@ OWN_FLAGS = """
 --gate-position --gate-precision --gate-preset --gate-row-alignment --gate-sharing --gate-warm-start --gate-wd-mult
 --keep-every --keep-last --model-impl --no-async-save --no-dist-ckpt-optim-fully-reshardable --no-gate-fusion
 --no-moe-permute-fusion --no-moe-router-fusion --omit --rank --recipe --sdpa-output-activation --sdpa-output-norm
---spike-deviations --spike-patience --spike-policy --spike-rollback --spike-warmup --telemetry-interval
---telemetry-rows --verbose --world-size
+--spike-deviations --spike-patience --spike-policy --spike-rollback --spike-warmup --switch-head-experts
+--switch-head-top-k --telemetry-interval --telemetry-rows --verbose --world-size
 """.split()
 
 
