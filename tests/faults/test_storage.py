@@ -1,6 +1,7 @@
 """Damaged checkpoints, a full disk, damaged data: docs/launch.md has the table."""
 
 import os
+import random
 import subprocess
 import time
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ import numpy
 import pytest
 
 from megagate.checkpoint import keep
+from megagate.checkpoint.pickles import read_index
 from tests.faults.local import LocalRun
 from tests.launch.cluster import wait_for
 
@@ -23,7 +25,7 @@ def run(tmp_path: Path) -> Iterator[LocalRun]:
     local.stop()
 
 
-@pytest.mark.parametrize("fault", ["truncated", "deleted"])
+@pytest.mark.parametrize("fault", ["truncated", "deleted", "overwritten"])
 def test_a_damaged_shard(run: LocalRun, fault: str) -> None:
     run.start("--back-off 0", "--exit-interval", "30")
     assert run.wait(600) == 0, run.log()
@@ -31,13 +33,30 @@ def test_a_damaged_shard(run: LocalRun, fault: str) -> None:
     shard = next((run.save / "iter_0000030").glob("*.distcp"))
     if fault == "truncated":
         os.truncate(shard, shard.stat().st_size // 2)
-    else:
+    elif fault == "deleted":
         shard.unlink()
+    else:
+        overwrite(run.save / "iter_0000030", shard.name)
     run.start()
     assert run.wait(600) == 0, run.log()
     assert run.events("end")[-1]["started_at"] == 20
-    assert "is incomplete" in run.log()
+    if fault == "overwritten":
+        kinds = [(end["kind"], end["decision"]) for end in run.events("end")[1:]]
+        assert kinds == [("loading", "restart"), ("loading", "roll back"), ("finished", "done")], run.log()
+        assert (run.save / "rolled_back" / "iter_0000030.1").is_dir()
+    else:
+        assert "is incomplete" in run.log()
     run.check_equals_uninterrupted()
+
+
+def overwrite(checkpoint: Path, shard: str) -> None:
+    """Write random bytes over the beginning of each object of a shard, which is as long as before."""
+    generator = random.Random(1)
+    for piece in read_index(checkpoint).storage_data.values():
+        if piece.relative_path == shard:
+            with open(checkpoint / shard, "r+b") as file:
+                file.seek(piece.offset)
+                file.write(generator.randbytes(min(100, piece.length)))
 
 
 @pytest.fixture
