@@ -261,6 +261,9 @@ class Supervisor:
         kept = max(0, min(attempt.saved, attempt.step) - attempt.started_at)
         if attempt.kind in (Kind.FINISHED, Kind.ASKED):
             kept = done
+        lost = done - kept
+        if attempt.kind is Kind.SPIKE:  # it has gone back, maybe to before its own start
+            lost = max(lost, attempt.step - attempt.saved)
         seconds = progress.time - progress.first_time if progress else 0.0
         useful = seconds * kept / done if done else 0.0
         self.history.add(
@@ -273,7 +276,7 @@ class Supervisor:
             step=attempt.step,
             saved=attempt.saved,
             began=attempt.began,
-            steps_lost=done - kept,
+            steps_lost=lost,
             seconds=round(max(0.0, ended - begun["time"]), 3),
             seconds_lost=round(max(0.0, ended - begun["time"] - useful), 3),
             decision=decision.action,

@@ -56,7 +56,7 @@ def test_from_a_crash_to_the_end(tmp_path: Path) -> None:
     script = [
         {"steps": 7, "save": 5, "end": "failed"},
         {"steps": 9, "save": 8, "end": "log:RuntimeError: CUDA error: uncorrectable ECC error encountered"},
-        {"steps": 9, "end": "spike"},
+        {"steps": 9, "save": 4, "end": "spike"},
         {"steps": 12, "save": 12, "end": "finished"},
     ]
     run = Supervised(tmp_path, script)
@@ -68,17 +68,17 @@ def test_from_a_crash_to_the_end(tmp_path: Path) -> None:
     assert [(end["started_at"], end["step"], end["saved"]) for end in ends] == [
         (0, 7, 5),
         (5, 9, 8),
-        (8, 9, 8),
-        (8, 12, 12),
+        (8, 9, 4),
+        (4, 12, 12),
     ]
-    assert [end["steps_lost"] for end in ends] == [2, 1, 1, 0]
+    assert [end["steps_lost"] for end in ends] == [2, 1, 5, 0]
     assert (ends[0]["rank"], ends[0]["message"]) == (3, "ValueError: bad")
     assert ends[1]["message"].endswith("ECC error encountered")
     assert ends[0]["save_seconds"] == 2.5
     (skip,) = History(run.save / FOLDER).of("skip")
     assert (skip["first"], skip["last"], skip["attempt"]) == (3, 4, 3)
     shown = screen(run.save)
-    assert "attempts   4: 1 failed, 1 device, 1 spike, 1 finished; 4 steps done again" in shown
+    assert "attempts   4: 1 failed, 1 device, 1 spike, 1 finished; 8 steps done again" in shown
     assert "skipped    steps 3-4" in shown
     assert "saved      step 12" in shown
     assert len(shown.splitlines()) < 25
