@@ -86,7 +86,7 @@ def _cell(spread: Mapping[str, Any], digits: int) -> str:
     text = number(mean, digits)
     if deviation is None:
         return text
-    return f"{text} ± {deviation:,.{len(text.partition('.')[2])}f}"
+    return f"{text} \u00b1 {deviation:,.{len(text.partition('.')[2])}f}"
 
 
 def caption(grid: Grid, rows: Sequence[Mapping[str, Any]]) -> str:
@@ -99,7 +99,7 @@ def caption(grid: Grid, rows: Sequence[Mapping[str, Any]]) -> str:
     learned = f", after {' or '.join(f'{count:,.0f}' for count in trained)} of training" if trained else ""
     floor = f" (evenly spread attention has {', '.join(map(str, floors))})" if floors else ""
     return (
-        f"Mean ± standard deviation over n values of {SPREAD}. PPL, gate score, M-Act and F-Attn{measured}{learned}; "
+        f"Mean and standard deviation over n values of {SPREAD}. PPL, gate score, M-Act and F-Attn{measured}{learned}; "
         f"M-Act is the mean over blocks of the largest absolute output, F-Attn the share of attention on the first "
         f"token without the first rows{floor}; tokens/s is the median of the training. A run whose training loss is "
         f"not finite or ends {grid.diverged_above:g} nats above its lowest has diverged, and is in no mean."

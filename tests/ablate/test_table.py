@@ -76,7 +76,7 @@ def test_the_table_says_it(finished) -> None:
     assert baseline[:3] == ["baseline", "1; 2 diverged", f"{values[0]:.3f}" if values[0] >= 10 else f"{values[0]:.4f}"]
     assert baseline[3] == "-"
     assert gated[1] == "2; 1 missing"
-    mean, deviation = gated[2].split(" ± ")
+    mean, deviation = gated[2].split(" \u00b1 ")
     assert float(mean) == pytest.approx(values[[1, 3]].mean(), abs=1e-3)
     assert float(deviation) == pytest.approx(statistics.stdev(values[[1, 3]]), abs=1e-3)
     assert "77 held-out tokens, after 1,000 of training" in shown.caption
