@@ -115,6 +115,9 @@ class Policy:
     longest_wait: float = 600.0
 
 
+LOADING_WAITS = 12
+"""Times the back-off between the first and the second try to load a checkpoint: two minutes."""
+
 ENDS = (Kind.FINISHED, Kind.STOPPED, Kind.ASKED)
 NOT_COUNTED = (Kind.NODE, Kind.LOST, Kind.PREFLIGHT)
 """Faults of machines, which say nothing about the step."""
@@ -140,6 +143,8 @@ def decide(attempts: Sequence[Attempt], policy: Policy) -> Decision:
         reason = f"{policy.same_step} failures in a row at step {last.step}: it would fail there again"
         return Decision(Action.GIVE_UP, reason, EXIT_GAVE_UP)
     wait = min(policy.longest_wait, policy.back_off * 2 ** min(len(failures) - 2, 30)) if len(failures) > 1 else 0.0
+    if last.kind is Kind.LOADING:  # storage that is away for a moment must not cost a good checkpoint
+        wait = max(wait, LOADING_WAITS * policy.back_off)
     loading = [attempt.saved for attempt in failures[-2:] if attempt.kind is Kind.LOADING]
     if loading == [last.saved] * 2 and last.saved:
         return _unless_stuck(Decision(Action.ROLL_BACK, "the checkpoint failed twice to load"), failures, policy)

@@ -168,7 +168,7 @@ class Supervisor:
             attempt = replace(attempt, started_at=before, step=before)
             if attempt.kind is Kind.USER_ERROR and self._has_trained():
                 # Nobody has changed what was given: a file is gone, on one node or for a while.
-                damaged = "checkpoint" in watch.details["message"].lower()
+                damaged = "--ckpt-step" in watch.details["message"]  # how to go round a checkpoint that holds nonsense
                 attempt = replace(attempt, kind=Kind.LOADING if damaged else Kind.FAILED)
         return replace(attempt, saved=self._saved()), watch.details
 

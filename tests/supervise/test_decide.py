@@ -87,7 +87,8 @@ def test_a_checkpoint_that_does_not_load() -> None:
     attempts: list[Attempt] = []
     for attempt in (newest, before, oldest):
         attempts.append(attempt)
-        assert decide(attempts, SLURM).action is Action.RESTART
+        decision = decide(attempts, SLURM)
+        assert decision.action is Action.RESTART and decision.wait >= 120
         attempts.append(attempt)
         assert decide(attempts, SLURM).action is Action.ROLL_BACK
     nothing = failed(0, 0, Kind.LOADING, began=False)

@@ -140,6 +140,13 @@ def test_a_mistake_that_was_none_before(tmp_path: Path, monkeypatch: pytest.Monk
         ("finished", "done"),
     ]
     assert (job.ends[1]["host"], job.ends[1]["message"]) == ("n3", "UserError: cannot read x.yaml")
+    (tmp_path / "damaged").mkdir()
+    damaged = Job(tmp_path / "damaged", monkeypatch)
+    refusal = USER_ERROR.replace(
+        "cannot read x.yaml", "iter_5 cannot be read: restore it, or choose one by --ckpt-step"
+    )
+    assert damaged.run(TRAINS + "exit 1", refusal, FINISHED) == 0
+    assert [end["kind"] for end in damaged.ends] == ["failed", "loading", "finished"]
     (tmp_path / "new").mkdir()
     new = Job(tmp_path / "new", monkeypatch)
     assert new.run(USER_ERROR) == 2

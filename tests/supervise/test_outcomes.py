@@ -40,6 +40,7 @@ def test_how_a_rank_failed(
 
 
 def test_a_mistake_that_only_one_rank_sees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from megagate.platform import cpu
     from megagate.pretrain import arguments, output, stop
 
     def refuse(argv: list[str]) -> None:
@@ -48,6 +49,7 @@ def test_a_mistake_that_only_one_rank_sees(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(arguments, "parse", refuse)
     monkeypatch.setattr(output, "quiet", lambda: None)
     monkeypatch.setattr(stop, "install", lambda: None)
+    monkeypatch.setattr(cpu, "activate_training", lambda: None)  # for good, in this process
     for name, value in (("RANK", "9"), ("LOCAL_RANK", "1"), (DIRECTORY_VARIABLE, str(tmp_path))):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("sys.argv", ["megagate.pretrain"])
