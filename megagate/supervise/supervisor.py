@@ -166,9 +166,11 @@ class Supervisor:
         attempt = watch.run(lambda: self._stop, last_moment)
         if not attempt.began:
             attempt = replace(attempt, started_at=before, step=before)
-            if attempt.kind is Kind.USER_ERROR and self._has_trained():
-                # Nobody has changed what was given: a file is gone, on one node or for a while.
-                damaged = "--ckpt-step" in watch.details["message"]  # how to go round a checkpoint that holds nonsense
+            message = watch.details["message"]
+            # What a rank says of a checkpoint that holds nonsense; where it is the run's own, nobody gave it.
+            damaged = f"{self.save}/iter_" in message and "--ckpt-step" in message
+            if attempt.kind is Kind.USER_ERROR and (damaged or self._has_trained()):
+                # Else nobody has changed what was given: a file is gone, on one node or for a while.
                 attempt = replace(attempt, kind=Kind.LOADING if damaged else Kind.FAILED)
         return replace(attempt, saved=self._saved()), watch.details
 
