@@ -54,7 +54,7 @@ def submit(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Ca
 
 
 def test_shipped_scripts() -> None:
-    assert len(SCRIPTS) == 6
+    assert len(SCRIPTS) == 7
     check_shell(*SCRIPTS)
 
 
@@ -100,7 +100,10 @@ def test_the_script_for_a_recipe(options: str, tmp_path: Path, submit: Callable[
     [
         (["no.yaml", "--nodes", "2"], r"^error: cannot read the recipe no.yaml"),
         (["tiny.yaml", "--nodes", "0"], r"^error: --nodes must be at least 1, not 0$"),
-        (["tiny.yaml", "--nodes", "2", "--env", "h100"], r"^error: launch/env has no h100.sh: --env takes cpu, gen"),
+        (
+            ["tiny.yaml", "--nodes", "2", "--env", "h100"],
+            r"^error: launch/env has no h100.sh: --env takes b200, cpu,",
+        ),
         (["tiny.yaml", "--nods", "2"], r"^error: "),
         (
             ["tiny.yaml", "--nodes", "2", "--ranks-per-node", "0"],
