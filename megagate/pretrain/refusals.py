@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from megagate.errors import UserError
 from megagate.gate.config import GateConfig, GatePrecision
 from megagate.gate.layout import layout_from_args, query_groups
-from megagate.model.pattern import BOUNDARY, DENSE, EXPERTS
+from megagate.model.pattern import BOUNDARY, DENSE, EXPERTS, layer_pattern
 from megagate.plan.parameters import chunk_tensors
 
 RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")
@@ -205,7 +205,7 @@ def misaligned(args: argparse.Namespace) -> Iterator[str]:
     given.padded_vocab_size = 0  # of layers that are not asked for
     given.moe_ffn_hidden_size = args.moe_ffn_hidden_size or args.ffn_hidden_size
     unknown = {DENSE: args.ffn_hidden_size is None, EXPERTS: given.moe_ffn_hidden_size is None}
-    layers = set(args.hybrid_layer_pattern.replace(BOUNDARY, ""))
+    layers = set(layer_pattern(args).replace(BOUNDARY, ""))
     layers -= {symbol for symbol, is_unknown in unknown.items() if is_unknown}  # Megatron's own widths fit
     sizes = {"tensor": args.tensor_model_parallel_size, "expert": args.expert_model_parallel_size}
     held = chunk_tensors(

@@ -9,7 +9,7 @@ import pytest
 from megagate.errors import UserError
 from megagate.gate import PRESETS
 from megagate.gate.config import gate_config_from_args
-from megagate.plan.dry_run import arguments_for, forget
+from megagate.plan.dry_run import arguments_for, build, forget
 from megagate.pretrain.arguments import build_parser
 from megagate.pretrain.backend import WITHOUT_FP8, choose_backend
 from megagate.pretrain.refusals import RECIPES, REFUSALS, alignment, check_backend, misaligned
@@ -128,3 +128,14 @@ def test_a_dry_run_checks_and_builds_without_it(monkeypatch: pytest.MonkeyPatch)
     assert args.transformer_impl == "local"
     assert all(getattr(args, name) == value for name, value in WITHOUT_FP8.items())
     assert any("the flags for Transformer Engine are checked" in note for note in notes)
+
+
+def test_a_gpt_model_is_checked_and_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "0")  # so that they are put back
+    flags = [*(MODEL + GATED).split(), "--bf16", "--model-impl", "gpt", "--fp8-format", "e4m3"]
+    with pytest.raises(UserError, match=r"linear_fc2 is 256 x 24 on each rank"):
+        arguments_for([*flags, "--moe-ffn-hidden-size", "24"], 8)
+    args, _ = arguments_for(flags, 8)
+    with build(args) as rank:
+        assert "0.module.decoder.layers.1.self_attention.linear_qkv.weight" in rank.parameters()

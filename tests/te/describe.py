@@ -1,6 +1,6 @@
 """Builds models of Transformer Engine's layers and of torch's, and writes what they are made of, as JSON.
 
-    python -m tests.te.describe FILE PRESET
+    python -m tests.te.describe FILE PRESET [gpt]
 
 A process of its own, since `machine` must be imported before anything of megagate. One rank of each tensor-parallel
 size is built on the meta device, in a process group that only pretends to have the others.
@@ -33,17 +33,20 @@ MODEL = (
     "--max-position-embeddings 256 --micro-batch-size 1 --global-batch-size 8 --train-iters 1 --lr 1e-3 --mock-data "
     "--tokenizer-type NullTokenizer --vocab-size 511 --num-experts 8 --moe-ffn-hidden-size 256 --moe-router-topk 2 "
     "--moe-shared-expert-intermediate-size 256 --expert-model-parallel-size 2 --use-distributed-optimizer --bf16 "
-    "--position-embedding-type rope --untie-embeddings-and-output-weights --hybrid-layer-pattern G-*E "
-    "--experimental-attention-variant gated_delta_net --linear-num-key-heads 16 --linear-num-value-heads 128 "
-    "--linear-key-head-dim 16 --linear-value-head-dim 16 --gate-row-alignment 64"
+    "--position-embedding-type rope --untie-embeddings-and-output-weights --gate-row-alignment 64"
+).split()
+HYBRID = (
+    "--hybrid-layer-pattern G-*E --experimental-attention-variant gated_delta_net --linear-num-key-heads 16 "
+    "--linear-num-value-heads 128 --linear-key-head-dim 16 --linear-value-head-dim 16"
 ).split()
 """A layer of every kind: Gated DeltaNet, dense MLP, attention, experts with a shared one."""
+GPT = "--model-impl gpt --num-layers 2 --moe-layer-freq [0,1]".split()
 
 
-def build(flags: list[str]) -> dict[str, Any]:
-    """Return what the last rank of 8 holds of the model that the flags, added to `MODEL`, describe."""
+def build(flags: list[str], layers: list[str] = HYBRID) -> dict[str, Any]:
+    """Return what the last rank of 8 holds of the model that the flags, added to `MODEL` and `layers`, describe."""
     os.environ |= {"RANK": "7", "LOCAL_RANK": "0", "WORLD_SIZE": "8"}
-    args = arguments.finish(arguments.read([*MODEL, *flags]))
+    args = arguments.finish(arguments.read([*MODEL, *layers, *flags]))
     with dry_run.build(args) as rank:
         model = rank.chunks[0].module.module
         state = model.sharded_state_dict(
@@ -52,6 +55,7 @@ def build(flags: list[str]) -> dict[str, Any]:
         apply_factories(state)
         entries = list(nested_values(state))
         config = model.config
+        linear_qkv = next(module for name, module in model.named_modules() if name.endswith("linear_qkv"))
         recipe = None
         if config.fp8:
             recipe = get_fp8_recipe(config)
@@ -68,7 +72,7 @@ def build(flags: list[str]) -> dict[str, Any]:
                 if isinstance(entry, ShardedTensor)
             },
             "objects": sorted({entry.key for entry in entries if isinstance(entry, ShardedObject)}),
-            "fuses gradients": model.decoder.layers[2].self_attention.linear_qkv.fuse_wgrad_accumulation
+            "fuses gradients": linear_qkv.fuse_wgrad_accumulation
             if args.transformer_impl == "transformer_engine"
             else None,
             "tokens": [get_align_size_for_quantization(config), skip_routed_expert_padding(config)],
@@ -90,15 +94,16 @@ def flags_for(implementation: str, preset: str, recipe: str, tensor: int) -> lis
     return flags
 
 
-def main(file: str, preset: str) -> None:
-    """Describe every model of a preset."""
+def main(file: str, preset: str, model: str = "hybrid") -> None:
+    """Describe every model of a preset; GPTModels with one recipe, and without FP8."""
     machine.pretend(machine.BLACKWELL)
+    layers, recipes = (GPT, RECIPES[:2]) if model == "gpt" else (HYBRID, RECIPES)
     described = {
-        f"{tensor} {recipe}": build(flags_for("transformer_engine", preset, recipe, tensor))
+        f"{tensor} {recipe}": build(flags_for("transformer_engine", preset, recipe, tensor), layers)
         for tensor in TENSOR_SIZES
-        for recipe in RECIPES
+        for recipe in recipes
     }
-    described |= {f"{tensor} torch": build(flags_for("local", preset, "", tensor)) for tensor in TENSOR_SIZES}
+    described |= {f"{tensor} torch": build(flags_for("local", preset, "", tensor), layers) for tensor in TENSOR_SIZES}
     Path(file).write_text(json.dumps(described), encoding="utf-8")
 
 

@@ -41,7 +41,7 @@ def built(implementation: str, preset: str, *more: str, tensor: int = 1) -> Iter
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     recipe = "delayed" if implementation == "transformer_engine" else ""
     flags = [*describe.flags_for(implementation, preset, recipe, tensor), "--expert-model-parallel-size", "1", *more]
-    args = arguments.finish(arguments.read([*describe.MODEL, *flags]))
+    args = arguments.finish(arguments.read([*describe.MODEL, *describe.HYBRID, *flags]))
     args.distributed_backend = "gloo"
     if tensor > 1:  # the others are pretended
         args.fake_process_group, args.use_gloo_process_groups = True, False

@@ -1,6 +1,6 @@
 """What --fp8-dot-product-attention, --fp8-multi-head-attention and --gate-precision come to, as JSON.
 
-python -m tests.te.attention FILE RECIPE [hopper]
+python -m tests.te.flags FILE RECIPE [hopper]
 """
 
 import json

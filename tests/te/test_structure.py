@@ -41,8 +41,8 @@ def run(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def described(preset: str, directory: Path) -> dict[str, Any]:
-    result = run("describe", str(directory / "described.json"), preset)
+def described(preset: str, directory: Path, *model: str) -> dict[str, Any]:
+    result = run("describe", str(directory / "described.json"), preset, *model)
     assert result.returncode == 0, result.stderr[-3000:]
     return json.loads((directory / "described.json").read_text(encoding="utf-8"))
 
@@ -64,6 +64,23 @@ def test_preset(preset: str, directory: Path) -> None:
             check_same_checkpoint(model, torchs)
             check_same_parameters(model, torchs)
             check_fp8(model, recipe)
+    assert not models
+
+
+@pytest.mark.parametrize("preset", ["sdpa-headwise", "output-elementwise"])
+def test_a_gpt_model(preset: str, directory: Path) -> None:
+    """Its checkpoint is that of a GPTModel of torch's layers, which a hybrid model reads."""
+    models = described(preset, directory, "gpt")
+    for tensor in TENSOR_SIZES:
+        torchs = models.pop(f"{tensor} torch")
+        assert "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight [0]" in torchs["tensors"]
+        for recipe in ("", "delayed"):
+            model = models.pop(f"{tensor} {recipe}")
+            assert model["tensors"] == torchs["tensors"]
+            assert set(torchs["objects"]) <= set(model["objects"])
+            assert model["recipe"] == BY_RECIPE.get(recipe)
+            assert model["modules"]["decoder.layers.0.mlp.linear_fc1"] == FUSED
+            assert model["modules"]["decoder.layers.1.mlp.experts"] == "TEGroupedMLP"
     assert not models
 
 
