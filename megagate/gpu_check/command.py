@@ -38,7 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device", choices=["cuda", "cpu"], help="cpu: small sizes; by default CUDA where there is one"
     )
-    parser.add_argument("--seconds", type=float, default=10.0, metavar="S", help="what a timed part may take (10)")
+    parser.add_argument(
+        "--seconds", type=float, default=10.0, metavar="S", help="what the counted calls of a timed part may take (10)"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
 
 

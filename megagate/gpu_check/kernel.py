@@ -3,15 +3,15 @@
 import itertools
 import statistics
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 
 import torch
+import torch._functorch.config as functorch
 from torch import Tensor
 
 from megagate.gate import GateConfig, QKVLayout, fused
 from megagate.gate.functional import activate, apply_gate
-from megagate.gpu_check.machine import Call, Machine, time_in_turn
+from megagate.gpu_check.machine import HEAD_START, Call, Machine, time_in_turn
 from megagate.gpu_check.result import Row, Skip
 from megagate.plan.gpus import GIGA
 
@@ -77,8 +77,7 @@ def kernel_times(machine: Machine) -> Iterator[Row]:
         y, logits = (part.requires_grad_() for part in tensors(gate, TOKENS["times"], torch.bfloat16))
         floors = fused.floor_bytes(y, logits, gate)
         for (which, calls), floor in zip(_passes(gate, y, logits).items(), floors, strict=True):
-            deadline = replace(machine, seconds=machine.seconds / (2 * len(TIMED))).deadline()
-            times = time_in_turn(calls, machine, deadline)
+            times = time_in_turn(calls, machine, machine.seconds / (2 * len(TIMED)), HEAD_START)
             for key, values in times.items():
                 seconds = statistics.median(values)
                 note = f"{floor / rate / seconds:.0%} of a copy's rate" if floor else "nothing to move"
@@ -98,9 +97,11 @@ def _passes(gate: GateConfig, y: Tensor, logits: Tensor) -> dict[str, dict[str, 
 
 
 def compiled(gate: GateConfig) -> Function:
-    """Return what the attention layer does without the kernel, compiled."""
+    """Return what the attention layer does without the kernel, compiled for the shapes that it gets."""
+    # Backward passes are timed again and again, which buffers that are handed on to the first do not allow.
+    functorch.donated_buffer = False
 
-    @torch.compile
+    @torch.compile(dynamic=False)
     def function(y: Tensor, logits: Tensor) -> Tensor:
         return plain(y, logits.contiguous(), gate)
 
@@ -137,7 +138,7 @@ def _copy_rate(machine: Machine) -> float:
     """Return the bytes per second, read and written, of a copy."""
     source = torch.empty(COPIED, dtype=torch.int8, device="cuda")
     target = torch.empty_like(source)
-    times = time_in_turn({"copy": lambda: target.copy_(source)}, machine, replace(machine, seconds=1).deadline())
+    times = time_in_turn({"copy": lambda: target.copy_(source)}, machine, 1.0, HEAD_START)
     return 2 * source.numel() / statistics.median(times["copy"])
 
 

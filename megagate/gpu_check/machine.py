@@ -1,5 +1,6 @@
 """The device that is checked: sizes that fit it, and clocks that fit it."""
 
+import math
 import platform
 import statistics
 import time
@@ -14,6 +15,9 @@ from megagate.plan.gpus import KNOWN, Gpu
 
 Call = Callable[[], Any]
 
+HEAD_START = 16
+"""Overwrites of the cache that take a GPU longer, about a millisecond, than Python takes to launch a kernel or two."""
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -21,11 +25,7 @@ class Machine:
 
     is_cuda: bool
     seconds: float
-    """What a part may take; it ends with the round that it is in."""
-
-    def deadline(self) -> float:
-        """Return the time, of the monotonic clock, at which a part that begins now is to end."""
-        return time.monotonic() + self.seconds
+    """What a part's timed rounds may take; it ends with the round that it is in."""
 
     def require_cuda(self) -> None:
         """Raise Skip where there is no CUDA device to check."""
@@ -67,21 +67,35 @@ def describe(is_cuda: bool) -> dict[str, str]:
     return facts
 
 
-def time_in_turn(calls: dict[str, Call], machine: Machine, deadline: float, most: int = 50) -> dict[str, list[float]]:
+def time_in_turn(
+    calls: dict[str, Call], machine: Machine, seconds: float, overwrites: int = 1, most: int = 50
+) -> dict[str, list[float]]:
     """Return the seconds that each call took in each round; calls take turns, so that whatever drifts meets all alike.
 
     The first two rounds, which compile and allocate, are not counted; at least three are. On a GPU the clock is CUDA's
     own: events around each call, and its second-level cache is overwritten before it.
+
+    Args:
+        calls: by name.
+        machine: whose clock it is.
+        seconds: what the counted rounds may take; they end with the one that they are in.
+        overwrites: how often the cache is overwritten, about 70 us each time on an H200. A call that is done sooner
+            than it is launched needs several (`HEAD_START`), so that the GPU has not yet come to its beginning when
+            all of it is launched: otherwise what is measured is Python.
+        most: counted rounds.
     """
     times: dict[str, list[float]] = {name: [] for name in calls}
     flush = torch.empty(2**28, dtype=torch.int8, device="cuda") if machine.is_cuda else None
+    deadline = math.inf
     for turn in range(most + 2):
+        if turn == 2:
+            deadline = time.monotonic() + seconds
         if turn >= 5 and time.monotonic() > deadline:
             break
         for name, call in calls.items():
-            seconds = _time_on_gpu(call, flush) if flush is not None else _time(call)
+            taken = _time_on_gpu(call, flush, overwrites) if flush is not None else _time(call)
             if turn >= 2:
-                times[name].append(seconds)
+                times[name].append(taken)
     return times
 
 
@@ -91,9 +105,10 @@ def _time(call: Call) -> float:
     return time.perf_counter() - started
 
 
-def _time_on_gpu(call: Call, flush: torch.Tensor) -> float:
+def _time_on_gpu(call: Call, flush: torch.Tensor, overwrites: int) -> float:
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    flush.zero_()
+    for _ in range(overwrites):
+        flush.zero_()
     begin.record()
     call()
     end.record()

@@ -46,7 +46,7 @@ def gate_steps(machine: Machine) -> Iterator[Row]:
         iterator = batches(run.args, _random_tokens(run.args))
         batch = {name: tensor.cuda() for name, tensor in next(iterator).items()}
         calls = {name: _forward_and_backward(_model(run.args, name), batch) for name in VARIANTS}
-        times = time_in_turn(calls, machine, machine.deadline())
+        times = time_in_turn(calls, machine, machine.seconds)
     for name in VARIANTS:
         yield Row(f"{name}", 1000 * statistics.median(times[name]), "ms", note=f"{len(times[name])} rounds")
     for name in VARIANTS[1:]:
@@ -86,7 +86,7 @@ def stack_15a2b(machine: Machine) -> Iterator[Row]:
     argv = [*_recipe(), *(["--num-layers", "2"] if machine.is_cuda else SMALL), *ONE_RANK]
     with trainer(argv) as run:
         iterator = batches(run.args, _random_tokens(run.args))
-        times = time_in_turn({"step": lambda: run.step(iterator)}, machine, machine.deadline())
+        times = time_in_turn({"step": lambda: run.step(iterator)}, machine, machine.seconds)
         operations = num_floating_point_operations(run.args, run.args.global_batch_size)
         tokens = run.args.global_batch_size * run.args.seq_length
         parameters = sum(parameter.numel() for model in run.models for parameter in model.parameters())

@@ -3,8 +3,11 @@
 tests/gate/test_fused.py runs it. What is timed means nothing here; that it can be timed does.
 """
 
+from functools import partial
+
 import pytest
 import torch
+import torch._dynamo.config
 import triton
 
 from megagate.gate import fused
@@ -46,3 +49,19 @@ def test_times() -> None:
     rows = list(kernel.kernel_times(HERE))
     assert [row.unit for row in rows] == ["GB/s", *["us"] * (2 * 2 * len(kernel.TIMED))]
     assert all(row.value > 0 for row in rows)
+
+
+def test_compiled_functions_can_be_timed_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is compiled for its own shapes, and its backward pass runs more than once."""
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE")
+    monkeypatch.setattr(torch._dynamo.config, "disable", False)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager_decomp_partition"))
+    monkeypatch.setattr(kernel, "HEADS", 8)
+    monkeypatch.setattr(kernel, "CHANNELS", 16)
+    for gate in kernel.TIMED.values():
+        y, logits = (part.requires_grad_() for part in kernel.tensors(gate, 8, torch.bfloat16))
+        calls = kernel._passes(gate, y, logits)["backward"]
+        for _ in range(2):
+            for actual, expected in zip(calls["compiled"](), calls["fused"](), strict=True):
+                torch.testing.assert_close(actual, expected, rtol=0.02, atol=0.02)
+        assert "Compiled" in type(calls["compiled"].args[0].grad_fn).__name__

@@ -4,11 +4,13 @@ import json
 import math
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from megagate.gpu_check.command import PARTS, watch
+from megagate.gpu_check.machine import Machine, time_in_turn
 from megagate.gpu_check.result import Outcome, Row, Skip, outcome_of, table
 from tests import commands
 from tests.distributed import ROOT
@@ -109,6 +111,12 @@ def test_a_process_that_ends_badly_is_a_failure(program: str, reason: str, tmp_p
     outcome = watch("part", [sys.executable, "-S", "-c", program], tmp_path / "none.json", 2.0)
     assert outcome.status == "failed"
     assert outcome.reason.startswith(reason)
+
+
+def test_warming_up_takes_nothing_from_the_counted_calls() -> None:
+    naps = iter([0.5, 0.5])
+    times = time_in_turn({"call": lambda: time.sleep(next(naps, 0))}, Machine(is_cuda=False, seconds=1), 0.5)
+    assert len(times["call"]) == 50
 
 
 @pytest.mark.full
