@@ -48,6 +48,7 @@ class Decoder:
 
         self._model = loaded.model
         self._head: nn.Module = unwrap_model(loaded.model).output_layer
+        self._positions = loaded.args.max_position_embeddings
         self._end_of_document = end_of_document
         self.has_cache = DELTA_NET not in loaded.args.hybrid_layer_pattern
         device = next(loaded.model.parameters()).device
@@ -72,7 +73,8 @@ class Decoder:
         begin = self._context.sequence_len_offset if self.has_cache else 0
         end = int(self._ends.max())
         index = torch.arange(begin, end, device=self._tokens.device)
-        positions = (index - self._starts[:, None]).clamp(min=0)
+        # A row that is over may go on beyond the last position, of which there is no learned embedding.
+        positions = (index - self._starts[:, None]).clamp(0, self._positions - 1)
         cache = {"inference_context": self._context} if self.has_cache else {}
         last = self._ends - 1 - begin
         # Logits of every token of a long prompt would need more memory than all else.

@@ -71,6 +71,25 @@ def differences(name: str) -> list[float]:
     return found
 
 
+def past_the_positions() -> list[tuple[int, str]]:
+    """Continue a row that has one position left beside one that has many, and say how each ends; in a rank."""
+    from megatron.training import get_args
+
+    from megagate.evaluate.generation import generate_tokens
+    from megagate.evaluate.load import LoadedModel
+
+    model = build(Case(flags=CASES["learned positions"]))[0][0].module.eval().requires_grad_(False)
+    args = argparse.Namespace(**vars(get_args()))
+    prompts = [[5] * (args.max_position_embeddings - 1), [6]]
+    loaded = LoadedModel(model, args, Path(), 0)
+    found = generate_tokens(loaded, prompts, max_new_tokens=4, end_of_document=-1, vocabulary=VOCABULARY)
+    return [(len(tokens), finish) for tokens, finish in found]
+
+
+def test_a_row_ends_with_its_positions_and_others_go_on() -> None:
+    assert run_distributed(past_the_positions, 1)[0] == [(1, "positions"), (4, "length")]
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_each_step_is_the_full_forward(name: str) -> None:
     found = run_distributed(differences, 1, name)[0]
