@@ -50,13 +50,16 @@ def read_prompts(options: argparse.Namespace, processes: int = 1) -> list[str]:
             raise UserError("standard input reaches one of several processes only: give --prompt or --prompt-file")
         if sys.stdin.isatty():
             print("the prompt, ended by Ctrl-D:", file=sys.stderr, flush=True)
-        return [sys.stdin.read().removesuffix("\n")]
+        try:
+            return [sys.stdin.read().removesuffix("\n")]
+        except UnicodeDecodeError as error:
+            raise UserError(f"standard input is no text in UTF-8: {reason(error)}; convert it") from error
     try:
         content = Path(options.prompt_file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read --prompt-file {options.prompt_file}: {reason(error)}; name another") from error
     prompts = []
-    for number, line in enumerate(content.splitlines(), 1):
+    for number, line in enumerate(content.split("\n"), 1):  # strings may hold what else separates lines, as U+2028
         if not line.strip():
             continue
         try:

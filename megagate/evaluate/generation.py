@@ -208,6 +208,7 @@ def encode(tokenizer: Any, prompt: str, number: int) -> list[int]:
         UserError: the tokenizer refuses it; `number` says which prompt it is.
     """
     try:
+        prompt.encode()
         return list(tokenizer.tokenize(prompt)) or [tokenizer.eod]
-    except ValueError as error:  # NullTokenizer, whose texts are numbers
+    except ValueError as error:  # half of a surrogate pair, which is no text; NullTokenizer, whose texts are numbers
         raise UserError(f"the tokenizer does not take prompt {number}: {reason(error)}; change it") from error

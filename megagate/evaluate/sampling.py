@@ -1,5 +1,6 @@
 """How the next token is chosen from its logits."""
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,6 +28,8 @@ class Sampling:
     def __post_init__(self) -> None:
         if self.temperature < 0:
             raise UserError(f"--temperature {self.temperature} is negative: give 0 for greedy, or more")
+        if not math.isfinite(self.temperature):
+            raise UserError(f"--temperature {self.temperature} is no finite number: give 0 for greedy, or more")
         if self.top_k < 0:
             raise UserError(f"--top-k {self.top_k} is negative: give 0 for all tokens, or more")
         if not 0 < self.top_p <= 1:
@@ -51,10 +54,11 @@ class Sampling:
             return logits.argmax(dim=-1)
         from megatron.core.inference.sampling.torch_sampling import TorchSampling
 
-        # Megatron takes one filter at a time.
-        kept = TorchSampling.filter_logits(logits, self.temperature, min(self.top_k, logits.shape[-1]), 0.0)
+        # The largest is moved to 0, which no temperature makes infinite. Megatron takes one filter at a time.
+        shifted = logits.double() - logits.amax(dim=-1, keepdim=True)
+        kept = TorchSampling.filter_logits(shifted, self.temperature, min(self.top_k, logits.shape[-1]), 0.0)
         if self.top_p < 1:
             kept = TorchSampling.filter_logits(kept, 1.0, 0, self.top_p)
-        probabilities = kept.double().softmax(dim=-1).cpu().numpy()
+        probabilities = kept.softmax(dim=-1).cpu().numpy()
         chosen = [generator.choice(len(row), p=row) for generator, row in zip(generators, probabilities, strict=True)]
         return torch.tensor(chosen, device=logits.device)

@@ -1,7 +1,9 @@
 """tools/generate.py: greedy and sampled continuations are those that the model's own logits give."""
 
 import argparse
+import io
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -120,6 +122,8 @@ def test_sampling_draws_by_the_probabilities_that_are_left():
     assert shares[:2] == pytest.approx(torch.tensor([3.0, 2.0]).softmax(-1), abs=0.03), "0.64 is less than 0.7"
     assert shares[2:].sum() == 0
     assert Sampling().choose(logits, generators).tolist() == [0] * len(logits)
+    for temperature in (1e-42, 5e-324):
+        assert Sampling(temperature).choose(logits, generators).tolist() == [0] * len(logits), "nearly greedy"
 
 
 @pytest.mark.parametrize(
@@ -176,10 +180,28 @@ def test_a_file_of_prompts(content: str | None, words: list[str], sentence: str,
         generate.read_prompts(options_of(["--load", "x", "--prompt-file", str(path), *words]))
 
 
+def test_a_prompt_keeps_every_character(tmp_path: Path) -> None:
+    """As --output writes it: U+2028 and the like, at which Python splits lines, are no end of a line in JSON."""
+    prompts = ["one\u2028two\u0085three", "four\nfive"]
+    path = tmp_path / "prompts"
+    path.write_text("".join(json.dumps({"prompt": text}, ensure_ascii=False) + "\r\n" for text in prompts))
+    assert generate.read_prompts(options_of(["--load", "x", "--prompt-file", str(path)])) == prompts
+
+
+def test_what_is_no_text_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match=r"the tokenizer does not take prompt 3: .* surrogates not allowed; change it"):
+        generation.encode(Bytes(), "half \ud800", 3)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff"), encoding="utf-8"))
+    with pytest.raises(UserError, match=r"standard input is no text in UTF-8: .*; convert it"):
+        generate.read_prompts(options_of(["--load", "x"]))
+
+
 @pytest.mark.parametrize(
     ("values", "sentence"),
     [
         ({"temperature": -1.0}, "--temperature -1.0 is negative: give 0 for greedy, or more"),
+        ({"temperature": math.nan}, "--temperature nan is no finite number: give 0 for greedy, or more"),
+        ({"temperature": math.inf}, "--temperature inf is no finite number: give 0 for greedy, or more"),
         ({"top_k": -1}, "--top-k -1 is negative: give 0 for all tokens, or more"),
         ({"top_p": 0.0}, "--top-p 0.0 is no share of the probability: give 0 < p <= 1"),
         ({"seed": -1}, "--seed -1 is negative: give 0 or more"),
@@ -241,6 +263,9 @@ def test_ranks_that_divide_the_model_write_the_same(text_model: Path, ranks: int
 
 class Bytes:
     """A tokenizer whose tokens are bytes."""
+
+    def tokenize(self, text: str) -> list[int]:
+        return list(text.encode(errors="surrogatepass"))
 
     def detokenize(self, tokens: list[int]) -> str:
         return bytes(tokens).decode(errors="replace")
