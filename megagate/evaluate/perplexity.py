@@ -157,6 +157,9 @@ def evaluate(
     end_of_document = tokenizer.eod if args.reset_attention_mask else None
     paths = data_paths if isinstance(data_paths, Mapping) else {path: path for path in data_paths}
     opened = [(name, path, open_dataset(path)) for name, path in paths.items()]
+    for _, path, dataset in opened:
+        if count_tokens(dataset) < 2:
+            raise UserError(f"{path} holds fewer than two tokens, so that there is nothing to predict: leave it out")
     progress = Progress(sum(count_tokens(dataset) for _, _, dataset in opened))
     length = seq_length or args.seq_length
     telemetry = telemetry or Telemetry(args, [loaded.model], rows=length, only_gates=True)
@@ -177,8 +180,6 @@ def evaluate(
                 loss += summed_loss(loaded, mine, end_of_document, multiple)
             if args.rank == 0:
                 progress.add(sum(int(batch.counted.sum()) for batch in group))
-        if not found.tokens:
-            raise UserError(f"{path} holds fewer than two tokens: there is nothing to predict")
         torch.distributed.all_reduce(loss)
         found.total_loss = loss.item()
         found.total_unigram_loss = unigram_loss if unigram else None

@@ -13,6 +13,10 @@ if TYPE_CHECKING:
 LARGEST_EXPONENT = 700.0  # of what a float can hold
 
 
+def _exp(loss: float) -> float:
+    return math.exp(min(loss, LARGEST_EXPONENT))
+
+
 @dataclass
 class DatasetResult:
     """One held-out dataset, or all of them together; losses in nats."""
@@ -44,12 +48,12 @@ class DatasetResult:
             "data_path": self.data_path,
             "tokens": self.tokens,
             "loss": loss,
-            "perplexity": math.exp(min(loss, LARGEST_EXPONENT)),
+            "perplexity": _exp(loss),
             "bytes": self.bytes,
             "bits_per_byte": self.total_loss / math.log(2) / self.bytes if self.bytes else None,
-            "byte_perplexity": math.exp(self.total_loss / self.bytes) if self.bytes else None,
+            "byte_perplexity": _exp(self.total_loss / self.bytes) if self.bytes else None,
             "unigram_loss": unigram,
-            "unigram_perplexity": None if unigram is None else math.exp(unigram),
+            "unigram_perplexity": None if unigram is None else _exp(unigram),
         }
 
 
@@ -104,12 +108,14 @@ def table(report: dict[str, Any]) -> str:
     lines = [
         f"{report['checkpoint']}: gate {report['gate']}, {report['parameters']['total']:,} parameters, "
         f"{report['parameters']['active']:,} active",
-        f"{'dataset':<{width}}  {'tokens':>10}  {'loss':>7}  {'perplexity':>10}  {'bits/byte':>9}  {'unigram ppl':>11}",
+        f"{'dataset':<{width}}  {'tokens':>10}  {'loss':>7}  {'perplexity':>10}  {'bits/byte':>9}  "
+        f"{'ppl/byte':>8}  {'unigram ppl':>11}",
     ]
     for entry in entries:
         lines.append(
             f"{entry['name']:<{width}}  {entry['tokens']:>10}  {entry['loss']:>7.4f}  {entry['perplexity']:>10.2f}"
-            f"  {number(entry['bits_per_byte'], 4):>9}  {number(entry['unigram_perplexity'], 2):>11}"
+            f"  {number(entry['bits_per_byte'], 4):>9}  {number(entry['byte_perplexity'], 4):>8}"
+            f"  {number(entry['unigram_perplexity'], 2):>11}"
         )
     if report["gate_scores"]:
         by_layer = " ".join(f"{layer['score']:.3f}" for layer in report["gate_scores"])

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import numpy as np
 import pytest
@@ -11,6 +12,8 @@ from megagate.errors import UserError
 from megagate.evaluate import perplexity
 from megagate.evaluate.load import find_checkpoint
 from megagate.evaluate.perplexity import Unigram
+from megagate.evaluate.report import DatasetResult
+from megagate.evaluate.report import table as report_table
 from tests import commands
 from tests.distributed import ROOT, run_distributed
 from tests.evaluate import runs
@@ -227,6 +230,20 @@ def test_another_vocabulary_is_refused(checkpoints, data, tmp_path):
 
 
 def test_a_dataset_of_one_token_has_nothing_to_predict(checkpoints, tmp_path):
+    """Which is said before any other is computed, here one that holds a token that the model does not know."""
     single = runs.write_dataset(tmp_path / "single", [np.array([1])])
-    with pytest.raises(UserError, match="fewer than two tokens"):
-        run_distributed(runs.report, 1, checkpoints("tensor-expert"), [single])
+    strange = runs.write_dataset(tmp_path / "strange", [np.array([1, 2, runs.VOCABULARY])])
+    with pytest.raises(UserError, match=r"single holds fewer than two tokens, so that .*: leave it out"):
+        run_distributed(runs.report, 1, checkpoints("tensor-expert"), [strange, single])
+
+
+def test_the_table_has_what_the_json_has_of_each_set():
+    few = DatasetResult("held", "few bytes", tokens=9000, total_loss=9000 * 5.0, bytes=4)
+    text = DatasetResult("books", "books", tokens=100, total_loss=300.0, bytes=150)
+    assert text.as_json()["bits_per_byte"] == pytest.approx(2 / math.log(2))
+    assert text.as_json()["byte_perplexity"] == pytest.approx(math.exp(2))
+    report = {"checkpoint": "c", "gate": "g", "parameters": {"total": 1, "active": 1}, "gate_scores": []}
+    table = report_table(report | {"datasets": [text.as_json(), few.as_json()]} | text.as_json())
+    heads, values = (re.split(r" {2,}", line) for line in table.splitlines()[1:3])
+    assert heads == ["dataset", "tokens", "loss", "perplexity", "bits/byte", "ppl/byte", "unigram ppl"]
+    assert values == ["books", "100", "3.0000", "20.09", "2.8854", "7.3891", "-"]
