@@ -5,6 +5,7 @@ import json
 import re
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -93,6 +94,31 @@ def test_needles_are_what_is_asked_for(tasks: dict) -> None:
         assert sorted(value for key in keys for value in found[key]) == sorted(sample.answers)
         assert len(sample.answers) == answers
         assert len(found) >= 4 or name == "niah_multivalue"
+        assert "following text. Make sure to memorize it. I will quiz you about the" in sample.prompt
+
+
+def test_paragraphs_of_the_same_article_distract_first(tmp_path: Path) -> None:
+    def paragraph(article: int, number: int) -> dict:
+        answer = f"fish{article}{number}"
+        question = {"question": f"What is {article} {number}?", "answers": [{"text": answer}]}
+        return {"context": f"There is {answer}.", "qas": [question]}
+
+    articles = [{"paragraphs": [paragraph(article, number) for number in range(4)]} for article in range(3)]
+    (tmp_path / "squad").write_text(json.dumps({"data": articles}))
+    task = command.tasks_of(squad_file=tmp_path / "squad")["qa_1"]
+    for index in range(5):
+        sample = make_sample(task, "qa_1", 175, 1, index, count)
+        articles_in = Counter(re.findall(r"There is fish(\d)\d\.", sample.prompt))
+        assert articles_in[sample.answers[0][4]] == 4
+        assert articles_in.total() > 4
+
+
+def test_a_text_that_cannot_be_is_refused_before_any_other_is_answered(tasks: dict) -> None:
+    loaded, tokenizer = SimpleNamespace(args=SimpleNamespace(max_position_embeddings=4096)), SimpleNamespace(eod=0)
+    tokenizer.tokenize = str.split
+    wanted = {"niah_single_1": tasks["niah_single_1"], "long": lambda rng, length: command_draft("x", "word " * length)}
+    with pytest.raises(UserError, match=r"a sample of long has .* tokens at least, .* or other --tasks"):
+        command.measure(loaded, tokenizer, wanted, [1024, 2048], samples=1)
 
 
 def test_variables_form_the_chain(tasks: dict) -> None:
@@ -156,14 +182,15 @@ def cheating(checkpoint: Path, gives: str, wanted: str) -> float:
 
         loaded.model.output_layer.register_forward_hook(head)
         task = {"fish": lambda rng, length: command_draft(wanted)}
-        results = command.measure(loaded, tokenizer, task, [runs.TEXT_LENGTH], samples=2)
+        results = command.measure(loaded, tokenizer, task, [runs.TEXT_LENGTH, runs.TEXT_LENGTH], samples=2)
+    assert len(results) == 2, "a length that is named twice is measured once"
     return command.scores(results)["mean"][runs.TEXT_LENGTH]
 
 
-def command_draft(answer: str):
+def command_draft(answer: str, question: str = "what?"):
     from megagate.evaluate.ruler.sample import Draft
 
-    return Draft(lambda units: "the sun " * units + "what?", [answer], room=32)
+    return Draft(lambda units: "the sun " * units + question, [answer], room=32)
 
 
 def test_a_model_that_knows_scores_and_one_that_does_not_does_not(text_model: Path) -> None:

@@ -13,6 +13,7 @@ takes essays; questions need --squad or --hotpot, the data sets' own files. Thos
 """
 
 import argparse
+import itertools
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -37,7 +38,7 @@ from megagate.evaluate.options import (
 )
 from megagate.evaluate.ruler.needles import ESSAY_NEEDLES, NEEDLES, sentences_of, variable_tracking
 from megagate.evaluate.ruler.questions import hotpot, question_task, squad
-from megagate.evaluate.ruler.sample import Sample, Task, make_sample, match_all, match_part
+from megagate.evaluate.ruler.sample import Sample, Task, fitting_draft, make_sample, match_all, match_part
 from megagate.evaluate.ruler.words import common_words, frequent_words
 
 NEEDS = dict.fromkeys(ESSAY_NEEDLES, "--haystack") | {"qa_1": "--squad", "qa_2": "--hotpot"}
@@ -114,17 +115,20 @@ def measure(
     Raises:
         UserError: a length is too short for a task, or longer than the model's positions.
     """
-    positions = loaded.args.max_position_embeddings
+    positions, lengths = loaded.args.max_position_embeddings, sorted(set(lengths))
     for length in lengths:
         if length > positions:
             raise UserError(f"--lengths {length} is more than the {positions} positions of the model: {HINT}")
+
+    def count(text: str) -> int:
+        return len(tokenizer.tokenize(text))
+
+    for length, (name, task), index in itertools.product(lengths, tasks.items(), range(samples)):
+        fitting_draft(task, name, length, seed, index, count)  # before hours of others
     found = []
     for length in lengths:
         for name, task in tasks.items():
-            made = [
-                make_sample(task, name, length, seed, index, lambda text: len(tokenizer.tokenize(text)))
-                for index in range(samples)
-            ]
+            made = [make_sample(task, name, length, seed, index, count) for index in range(samples)]
             score = match_part if name.startswith("qa_") else match_all
             predictions = answer(loaded, tokenizer, made, micro_batch_size)
             results = [
@@ -202,7 +206,7 @@ def run(options: argparse.Namespace) -> int:
             loaded,
             tokenizer,
             tasks,
-            sorted(options.lengths),
+            options.lengths,
             samples=options.samples,
             seed=options.seed,
             micro_batch_size=options.micro_batch_size,

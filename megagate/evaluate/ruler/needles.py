@@ -85,10 +85,10 @@ def needle(
     others = rng.getrandbits(64)
     plural = "s" if queries * values > 1 else ""
     asked = chosen[0] if queries == 1 else ", ".join(chosen[:-1]) + f", and {chosen[-1]}"
-    is_are, this_these = ("are", "them") if plural else ("is", "it")
+    is_are = "are" if plural else "is"
     introduction = (
         f"{'Some' if plural else 'A'} special magic {kind}{plural} {is_are} hidden within the following text. Make "
-        f"sure to memorize {this_these}. I will quiz you about the {kind}{plural} afterwards.\n"
+        f"sure to memorize it. I will quiz you about the {kind}{plural} afterwards.\n"
     )
     question = (
         f"\nWhat {is_are} {'all ' if plural else ''}the special magic {kind}{plural} for {asked} mentioned in the "

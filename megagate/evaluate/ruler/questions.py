@@ -3,7 +3,7 @@
 import json
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,17 +19,24 @@ class Question:
     text: str
     answers: list[str]
     paragraphs: list[str]
+    related: list[str] = field(default_factory=list)
+    """Others of the same article, which distract most and come first."""
 
 
 def squad(content: Any) -> list[Question]:
     """Return the questions of SQuAD's file that have an answer."""
-    return [
-        Question(question["question"], [answer["text"] for answer in question["answers"]], [paragraph["context"]])
-        for article in content["data"]
-        for paragraph in article["paragraphs"]
-        for question in paragraph["qas"]
-        if question["answers"]
-    ]
+    found = []
+    for article in content["data"]:
+        contexts = [paragraph["context"] for paragraph in article["paragraphs"]]
+        for paragraph in article["paragraphs"]:
+            own = paragraph["context"]
+            related = [context for context in contexts if context != own]
+            found += [
+                Question(question["question"], [answer["text"] for answer in question["answers"]], [own], related)
+                for question in paragraph["qas"]
+                if question["answers"]
+            ]
+    return found
 
 
 def hotpot(content: Any) -> list[Question]:
@@ -58,8 +65,11 @@ def question_task(path: Path, flag: str, read: Callable[[Any], list[Question]]) 
 
 def _draw(rng: random.Random, length: int, *, questions: Sequence[Question], paragraphs: Sequence[str]) -> Draft:
     question = rng.choice(questions)
-    others = [text for text in paragraphs if text not in question.paragraphs]
-    rng.shuffle(others)
+    related = rng.sample(question.related, len(question.related))
+    near = {*question.paragraphs, *related}
+    distant = [text for text in paragraphs if text not in near]
+    rng.shuffle(distant)
+    others = related + distant
     seed = rng.getrandbits(64)
 
     def render(units: int) -> str:

@@ -35,6 +35,22 @@ Task = Callable[[random.Random, int], Draft]
 """Draws a question; the length in tokens decides about some sizes."""
 
 
+def fitting_draft(task: Task, name: str, length: int, seed: int, index: int, count: Callable[[str], int]) -> Draft:
+    """Draw the question of a sample, and check that its shortest text fits into the length; arguments as below.
+
+    Raises:
+        UserError: the length is too short for the question.
+    """
+    draft = task(random.Random(f"{seed} {name} {length} {index}"), length)
+    shortest = count(draft.render(draft.fewest)) + draft.room
+    if shortest > length:
+        raise UserError(
+            f"a sample of {name} has {shortest} tokens at least, with {draft.room} for its answer, which is more than "
+            f"the length {length}: give a longer one in --lengths, or other --tasks"
+        )
+    return draft
+
+
 def make_sample(task: Task, name: str, length: int, seed: int, index: int, count: Callable[[str], int]) -> Sample:
     """Draw a question and make its text as long as fits: one more unit would exceed the length.
 
@@ -49,16 +65,11 @@ def make_sample(task: Task, name: str, length: int, seed: int, index: int, count
     Raises:
         UserError: the length is too short for the question.
     """
-    draft = task(random.Random(f"{seed} {name} {length} {index}"), length)
+    draft = fitting_draft(task, name, length, seed, index, count)
 
     def tokens(units: int) -> int:
         return count(draft.render(units)) + draft.room
 
-    if tokens(draft.fewest) > length:
-        raise UserError(
-            f"a sample of {name} has {tokens(draft.fewest)} tokens at least, with {draft.room} for its answer, which "
-            f"is more than the length {length}: give a longer one in --lengths"
-        )
     fits, exceeds = draft.fewest, draft.fewest + 1
     while tokens(exceeds) <= length:
         fits, exceeds = exceeds, 2 * exceeds
