@@ -40,6 +40,12 @@ def test_parameters_of_switch_head() -> None:
         assert added == LAYERS * preset(name).added_parameters(SHAPE["H"], SHAPE["q"], SHAPE["g"], SHAPE["d"]), name
 
 
+def test_a_row_of_two_of_the_papers_tables_has_the_same_numbers() -> None:
+    (one,) = [row for row in rows("Presets") if row[0] == "`value-headwise`"]
+    (other,) = [row for row in rows("Switch-Head") if row[0] == "`value-headwise`"]
+    assert one[-3:] == other[2:5], "PPL, HellaSwag, MMLU"
+
+
 def test_axes_are_the_flags_with_their_values() -> None:
     parser = Parser()
     choices = {action.option_strings[0]: action.choices for action in add_gate_arguments(parser)._group_actions}
