@@ -11,6 +11,7 @@ from typing import Any
 from megagate.errors import UserError, reason
 from megagate.evaluate.decoder import Decoder
 from megagate.evaluate.extension import HINT
+from megagate.evaluate.layout import of_first_rank
 from megagate.evaluate.load import LoadedModel
 from megagate.evaluate.sampling import Sampling
 
@@ -70,7 +71,7 @@ def generate_tokens(
     end_of_document: int,
     vocabulary: int,
     sampling: Sampling | None = None,
-    first: int = 0,
+    numbers: Sequence[int] | None = None,
     on_token: Callable[[int, list[int]], bool] | None = None,
     speed: Speed | None = None,
 ) -> list[tuple[list[int], str]]:
@@ -83,12 +84,12 @@ def generate_tokens(
         end_of_document: the token at which a continuation ends; it is not returned.
         vocabulary: tokens of the tokenizer; others are never chosen.
         sampling: how to choose; greedy if None.
-        first: number of the first prompt, for the random numbers.
+        numbers: of the prompts, which say what is drawn for each; from 0 if None.
         on_token: called with a row and its new tokens after each of them; a row for which it returns true ends.
         speed: what was computed is added to it.
     """
     sampling, speed = sampling or Sampling(), speed or Speed()
-    generators = [sampling.generator(first + row) for row in range(len(prompts))]
+    generators = [sampling.generator(number) for number in (numbers or range(len(prompts)))]
     room = [min(max_new_tokens, loaded.args.max_position_embeddings - len(prompt)) for prompt in prompts]
     decoder = Decoder(loaded, prompts, max(room), end_of_document if loaded.args.reset_attention_mask else None)
     tokens: list[list[int]] = [[] for _ in prompts]
@@ -96,7 +97,7 @@ def generate_tokens(
     started, first_done = time.monotonic(), 0.0
     while True:
         logits = decoder.next_logits()[:, :vocabulary]
-        chosen = sampling.choose(logits, generators)
+        chosen = of_first_rank(sampling.choose(logits, generators))
         for row, token in enumerate(chosen.tolist()):
             if finish[row] is not None:
                 continue
@@ -191,7 +192,7 @@ def complete(
             end_of_document=tokenizer.eod,
             vocabulary=tokenizer.vocab_size,
             sampling=sampling,
-            first=first,
+            numbers=range(first, first + len(batch)),
             on_token=stream,
             speed=speed,
         )

@@ -109,7 +109,7 @@ def language_model(loaded: LoadedModel, tokenizer: Any, micro_batch_size: int = 
                     end_of_document=tokenizer.eod,
                     vocabulary=tokenizer.vocab_size,
                     sampling=_sampling(wanted, seed),
-                    first=numbers[0],
+                    numbers=numbers,
                     on_token=is_over,
                 )
                 for number, text, (tokens, _) in zip(numbers, texts, rows, strict=True):

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megagate.errors import UserError
@@ -75,6 +76,11 @@ class Layout:
         """
         if self.world_size == 1 and (self.tensor, self.pipeline, self.context, self.expert) == (1, 1, 1, 1):
             return
+        if args.padded_vocab_size % self.tensor:
+            raise UserError(
+                f"the {args.padded_vocab_size} rows of the model's vocabulary do not divide over "
+                f"--tensor-model-parallel-size {self.tensor}: choose a size that divides them"
+            )
         from megagate.pretrain.layout import check_layout
 
         values: dict[str, Any] = {name: getattr(self, field) for field, name in SIZES.items()}
@@ -131,6 +137,16 @@ def whole_vocabulary(logits: Tensor) -> Tensor:
 
     whole: Tensor = gather_from_tensor_model_parallel_region(logits)
     return whole
+
+
+def of_first_rank(tokens: Tensor) -> Tensor:
+    """Return the tokens [b] that the first rank has chosen, on all that decode in step.
+
+    Theirs are the same, but for a choice that rounding decides; it would set them apart for good.
+    """
+    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+        torch.distributed.broadcast(tokens, src=0)
+    return tokens
 
 
 def add_layout_arguments(parser: argparse.ArgumentParser, fields: Sequence[str] = tuple(SIZES)) -> None:

@@ -6,14 +6,17 @@ import json
 import math
 import subprocess
 import sys
+import unittest.mock
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from megagate.errors import UserError
-from megagate.evaluate import generate, generation
+from megagate.evaluate import decoder, generate, generation
+from megagate.evaluate.layout import Layout
 from megagate.evaluate.sampling import Sampling
 from tests.distributed import ROOT, run_distributed
 from tests.evaluate import runs
@@ -228,12 +231,18 @@ def test_processes_that_are_not_those_of_the_sizes(monkeypatch: pytest.MonkeyPat
         generate.read_prompts(options_of(words), processes=2)
 
 
-def decoded(checkpoint: Path, tensor: int, expert: int) -> tuple[list[list[int]], list[float]]:
-    """Return what a model generates, and how probable it finds some tokens, on this rank of a layout."""
+def around(method: Any, change: Any) -> Any:
+    return lambda self: change(self, method(self))
+
+
+def decoded(checkpoint: Path, tensor: int, expert: int) -> tuple[list[list[int]], list[float], list[list[int]]]:
+    """Return what a model generates, and how probable it finds some tokens, on this rank of a layout.
+
+    And what it generates where ranks but the first would choose a token of their own.
+    """
     import torch
 
     from megagate.evaluate.directories import opened
-    from megagate.evaluate.layout import Layout
     from megagate.evaluate.scores import continuation_scores
 
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
@@ -249,16 +258,30 @@ def decoded(checkpoint: Path, tensor: int, expert: int) -> tuple[list[list[int]]
         )
         pairs = [([5, 6, 7], [8, 9]), ([1], [2, 3, 4, 5])]
         scores = sorted(continuation_scores(loaded, pairs))
-    return [tokens for tokens, _ in found], [score for _, score, _ in scores]
+
+        def differ(_, logits: torch.Tensor) -> torch.Tensor:
+            return logits + 1e3 * rank * torch.nn.functional.one_hot(torch.tensor(rank), logits.shape[-1])
+
+        with unittest.mock.patch.object(decoder.Decoder, "next_logits", around(decoder.Decoder.next_logits, differ)):
+            settings = {"end_of_document": -1, "vocabulary": tokenizer.vocab_size}
+            in_step = generation.generate_tokens(loaded, [[5, 7, 9]], max_new_tokens=4, **settings)
+    return [tokens for tokens, _ in found], [score for _, score, _ in scores], [tokens for tokens, _ in in_step]
 
 
 @pytest.mark.parametrize(("ranks", "tensor", "expert"), [(2, 2, 2), (4, 2, 4)])
 def test_ranks_that_divide_the_model_write_the_same(text_model: Path, ranks: int, tensor: int, expert: int) -> None:
-    (expected, probable), *_ = run_distributed(decoded, 1, text_model, 1, 1)
+    (expected, probable, in_step), *_ = run_distributed(decoded, 1, text_model, 1, 1)
     assert len({token for tokens in expected for token in tokens}) > 10
-    for tokens, scores in run_distributed(decoded, ranks, text_model, tensor, expert):
+    for tokens, scores, same in run_distributed(decoded, ranks, text_model, tensor, expert):
         assert tokens == expected
+        assert same == in_step
         assert scores == pytest.approx(probable, rel=1e-5)
+
+
+def test_a_vocabulary_that_does_not_divide_over_the_ranks() -> None:
+    sentence = "the 341 rows of the model's vocabulary do not divide over --tensor-model-parallel-size 2: choose a size"
+    with pytest.raises(UserError, match=sentence):
+        Layout(tensor=2, world_size=2).apply(argparse.Namespace(padded_vocab_size=341))
 
 
 class Bytes:

@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -132,6 +133,12 @@ def answers(checkpoint: Path, folder: Path, generated: list[list[int]]) -> dict[
     with opened(checkpoint) as (loaded, tokenizer):
         results = lm_eval.evaluate(language_model(loaded, tokenizer), tasks, bootstrap_iters=0, log_samples=True)
         expected = [tokenizer.detokenize(tokens).split("a")[0] for tokens in generated]
+        drawn = {"do_sample": True, "temperature": 1.0, "max_gen_toks": 5, "until": []}
+        prompts = ["The sun", "A small old cat sees the", *["The sun"] * 3]
+        requests = [SimpleNamespace(args=(prompt, drawn)) for prompt in prompts]
+        one, many = (language_model(loaded, tokenizer, size).generate_until(requests) for size in (1, 4))
+        assert one == many, "what is drawn depends on no other request"
+        assert len(set(one)) == len(prompts)
     found = {name: [sample["resps"] for sample in samples] for name, samples in results["samples"].items()}
     return found | {"expected": expected}
 
