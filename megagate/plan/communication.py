@@ -51,16 +51,17 @@ class Transfer:
         return self.given * share[self.operation]
 
     def remote_share(self, node: int) -> float:
-        """Return which part of what is sent leaves a node of so many ranks.
+        """Return which part of what is sent leaves a node of so many ranks, on average over those that are in it.
 
-        A ring that crosses nodes is as slow as the crossing, for all its bytes; an all-to-all is not.
+        A ring leaves a node once, wherever it has several ranks there; NCCL makes as many rings as there are ports, so
+        that these share the bytes.
         """
         if self.span <= node:
             return 0.0
+        inside = max(1, node * self.ranks // self.span)
         if self.operation == EXCHANGE:
-            inside = max(1, node * self.ranks // self.span)
             return (self.ranks - inside) / (self.ranks - 1)
-        return 1.0
+        return 1.0 if self.operation == SEND else 1 / inside
 
 
 def step_transfers(

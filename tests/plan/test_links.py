@@ -1,0 +1,24 @@
+"""Which part of a collective's bytes leaves a node, and how long that takes."""
+
+import pytest
+
+from megagate.plan.communication import EXCHANGE, GATHER, REDUCE, SCATTER, SEND, Transfer
+
+
+def crossings(ranks: int, stride: int, node: int) -> float:
+    """Return the part of a ring's hops that lead to another node, where nodes are filled in order."""
+    nodes = [index * stride // node for index in range(ranks)]
+    return sum(here != there for here, there in zip(nodes, [*nodes[1:], nodes[0]], strict=True)) / ranks
+
+
+@pytest.mark.parametrize("operation", [GATHER, SCATTER, REDUCE])
+@pytest.mark.parametrize(("ranks", "stride"), [(8, 1), (64, 1), (32, 4), (8, 16), (4, 2), (128, 2)])
+def test_a_ring_leaves_a_node_once(operation: str, ranks: int, stride: int) -> None:
+    transfer = Transfer("data", operation, ranks, ranks * stride, 1000, 1)
+    assert transfer.remote_share(8) == pytest.approx(crossings(ranks, stride, 8))
+
+
+def test_an_exchange_leaves_it_for_every_rank_elsewhere() -> None:
+    assert Transfer("expert", EXCHANGE, 16, 16, 1000, 1).remote_share(8) == pytest.approx(8 / 15)
+    assert Transfer("expert", EXCHANGE, 8, 8, 1000, 1).remote_share(8) == 0
+    assert Transfer("pipeline", SEND, 4, 17, 1000, 1).remote_share(8) == 1
