@@ -1,7 +1,8 @@
 """What a plan knows of GPUs: peaks, memory and links, from their vendor's data sheets.
 
 Peaks are those of dense matrices; links are per GPU and direction. The network is one 400 Gb/s port for each GPU (200
-for A100), as in the vendor's reference systems; `tools/plan.py --network` gives another.
+for A100), as in the vendor's reference systems; `tools/plan.py --network` gives another. Memory is not the data sheet's
+but what CUDA gives to programs, as torch's messages print it.
 """
 
 from dataclasses import dataclass
@@ -38,11 +39,11 @@ class Gpu:
 KNOWN = {
     gpu.name: gpu
     for gpu in (
-        Gpu("a100", 312 * TERA, None, 80 * GIGA, 2.04 * TERA, 300 * GIGA, 25 * GIGA, 8, 400),
-        Gpu("h100", 989 * TERA, 1979 * TERA, 80 * GIB, 3.35 * TERA, 450 * GIGA, 50 * GIGA, 8, 700),
-        Gpu("h200", 989 * TERA, 1979 * TERA, 141 * GIGA, 4.8 * TERA, 450 * GIGA, 50 * GIGA, 8, 700),
-        Gpu("b200", 2250 * TERA, 4500 * TERA, 180 * GIGA, 8 * TERA, 900 * GIGA, 50 * GIGA, 8, 1000),
-        Gpu("gb200", 2500 * TERA, 5000 * TERA, 186 * GIGA, 8 * TERA, 900 * GIGA, 50 * GIGA, 72, 1200),
+        Gpu("a100", 312 * TERA, None, 79.2 * GIB, 2.04 * TERA, 300 * GIGA, 25 * GIGA, 8, 400),
+        Gpu("h100", 989 * TERA, 1979 * TERA, 79.1 * GIB, 3.35 * TERA, 450 * GIGA, 50 * GIGA, 8, 700),
+        Gpu("h200", 989 * TERA, 1979 * TERA, 139.8 * GIB, 4.8 * TERA, 450 * GIGA, 50 * GIGA, 8, 700),
+        Gpu("b200", 2250 * TERA, 4500 * TERA, 178.3 * GIB, 8 * TERA, 900 * GIGA, 50 * GIGA, 8, 1000),
+        Gpu("gb200", 2500 * TERA, 5000 * TERA, 184.3 * GIB, 8 * TERA, 900 * GIGA, 50 * GIGA, 72, 1200),
     )
 }
 

@@ -3,6 +3,7 @@
 import pytest
 
 from megagate.plan.communication import EXCHANGE, GATHER, REDUCE, SCATTER, SEND, Transfer
+from megagate.plan.gpus import GIB, KNOWN, gpu
 
 
 def crossings(ranks: int, stride: int, node: int) -> float:
@@ -22,3 +23,11 @@ def test_an_exchange_leaves_it_for_every_rank_elsewhere() -> None:
     assert Transfer("expert", EXCHANGE, 16, 16, 1000, 1).remote_share(8) == pytest.approx(8 / 15)
     assert Transfer("expert", EXCHANGE, 8, 8, 1000, 1).remote_share(8) == 0
     assert Transfer("pipeline", SEND, 4, 17, 1000, 1).remote_share(8) == 1
+
+
+def test_memory_is_what_torch_finds() -> None:
+    """torch.cuda.get_device_properties(0).total_memory, as its messages print it, is less than the name says."""
+    found = {"a100": 79.25, "h100": 79.18, "h200": 139.80, "b200": 178.35, "gb200": 184.31}
+    assert list(found) == list(KNOWN)
+    for name, size in found.items():
+        assert gpu(name).memory / GIB == pytest.approx(size, abs=0.1)
