@@ -10,6 +10,7 @@ printed, and whose error against published measurements --published shows. docs/
 import argparse
 import dataclasses
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from megagate.plan.gpus import KNOWN, Gpu, gpu
 def main() -> int:
     """Plan as the command line says."""
     options, rest = _parser().parse_known_args()
+    _check_numbers(options)
     if options.published:
         return _show_errors()
     if options.figure is not None and not options.scaling:
@@ -29,10 +31,10 @@ def main() -> int:
         return _scale(options, rest)
     if options.recipe is None or options.gpus is None:
         raise UserError("give a recipe and --gpus, for example examples/moe_15a2b/recipe.yaml --gpus 64")
-    machine = _machine(options)
-    args = _arguments(options, rest)
     if options.search:
-        return _search(args, machine, options)
+        return _search(options, rest)
+    machine = _machine(options)
+    args = _arguments(options, rest, machine, options.gpus)
     from megagate.plan.summary import lines, plan
 
     planned = plan(args, machine, options)
@@ -70,18 +72,29 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _arguments(options: argparse.Namespace, rest: list[str]) -> argparse.Namespace:
-    """Return the validated arguments of the run."""
-    if options.gpus < 1:
-        raise UserError(f"--gpus must be at least 1, not {options.gpus}")
+def _check_numbers(options: argparse.Namespace) -> None:
+    for name, value in vars(options).items():
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            continue
+        flag = f"--{name.replace('_', '-')}"
+        if isinstance(value, int) and value < 1:
+            raise UserError(f"{flag} must be at least 1, not {value}")
+        if not math.isfinite(value) or value < 0 or (value == 0 and not name.startswith("price")):
+            raise UserError(f"{flag} must be a number above 0, not {value:g}")
+
+
+def _arguments(options: argparse.Namespace, rest: list[str], machine: Gpu, gpus: int) -> argparse.Namespace:
+    """Return the validated arguments of the run on so many GPUs."""
     with _quietly():
         from megagate.model.pattern import as_hybrid
         from megagate.plan.dry_run import arguments_for, forget
 
-        args, _ = arguments_for(["--recipe", options.recipe, *rest], options.gpus)
+        args, _ = arguments_for(["--recipe", options.recipe, *rest], gpus)
         forget()
     if options.precision is None:
         options.precision = "fp8" if _given(options, rest).fp8 else "bf16"
+    if options.precision == "fp8" and machine.fp8 is None:
+        raise UserError(f"{machine.name} has no units for FP8: add --precision bf16, or choose another --gpu")
     return as_hybrid(args)
 
 
@@ -131,10 +144,19 @@ def _show(numbers: dict[str, Any], text: list[str], target: str | None) -> None:
             raise UserError(f"cannot write {target}: {error.strerror}; choose another --json") from error
 
 
-def _search(args: argparse.Namespace, machine: Gpu, options: argparse.Namespace) -> int:
+def _search(options: argparse.Namespace, rest: list[str]) -> int:
     from megagate.plan.gpus import GIB
-    from megagate.plan.search import search
     from megagate.recipe import read_recipe
+
+    machine = _machine(options)
+    with _quietly():
+        from megagate.plan.scaling import smallest
+        from megagate.plan.search import search
+
+    given = _given(options, rest)
+    # The recipe's own layout need not fit the machine; without a global batch, that of one micro batch on each rank is.
+    args = _arguments(options, rest, machine, smallest(given) if given.global_batch_size else options.gpus)
+    args.world_size = options.gpus
 
     def progress(done: int, total: int) -> None:
         if sys.stderr.isatty():
@@ -176,8 +198,7 @@ def _scale(options: argparse.Namespace, rest: list[str]) -> int:
     with _quietly():
         from megagate.plan.scaling import figure, lines, smallest, study
 
-    options.gpus = smallest(_given(options, rest))
-    args = _arguments(options, rest)
+    args = _arguments(options, rest, machine, smallest(_given(options, rest)))
     rows = study(args, machine, options.precision)
     if not rows:
         raise UserError(f"no layout of {options.recipe} fits 8, 16, ... 16,384 GPUs: change its parallel sizes")

@@ -68,7 +68,9 @@ def arguments_for(argv: Sequence[str], world_size: int, rank: int = 0) -> tuple[
     Raises:
         UserError: the run would be refused.
     """
-    if not 0 <= rank < world_size <= LARGEST_WORLD_SIZE:
+    if not 1 <= world_size <= LARGEST_WORLD_SIZE:
+        raise UserError(f"a run cannot have {world_size} ranks here: give 1 to {LARGEST_WORLD_SIZE:,}")
+    if not 0 <= rank < world_size:
         raise UserError(f"--rank {rank} is not one of {world_size} ranks: give 0 <= rank < --world-size")
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size)}
     parser, gate_flags = build_parser()

@@ -104,6 +104,20 @@ def test_search_finds_layouts_that_are_as_it_says(planned: list[tuple[int, Any]]
         assert max(rank["total"] for rank in again["memory"]["by pipeline rank"]) == layout["memory"]
 
 
+def test_search_looks_beyond_the_recipes_layout() -> None:
+    """Which needs 8 GPUs, for its experts."""
+    command = ["examples/moe_15a2b/recipe.yaml", "--gpus", "4", "--gpu", "b200", "--search", "--json", "-"]
+    ((status, text),) = run_distributed(plans, 1, [command], timeout=100)[0]
+    numbers = numbers_of(text)
+    assert status == 0
+    assert numbers["fitting"] and all(layout["memory"] < 178.3 * 2**30 for layout in numbers["best"])
+    flags = numbers["best"][0]["flags"].split()
+    ((_, text),) = run_distributed(plans, 1, [[*command[:5], *flags, "--json", "-"]], timeout=100)[0]
+    again = numbers_of(text)
+    assert again["step"]["seconds"] == pytest.approx(numbers["best"][0]["seconds"])
+    assert again["layout"]["GPUs"] == 4
+
+
 def test_tables(tmp_path: Path) -> None:
     target = tmp_path / "plan.json"
     command = ["examples/moe_1t/recipe.yaml", "--gpus", "2048", "--gpu", "h200", "--json", str(target)]
@@ -132,6 +146,13 @@ def test_published_figures_are_met_to_a_third(capsys: pytest.CaptureFixture[str]
         ([], "give a recipe and --gpus"),
         ([*SMALL, "--gpu", "h1000"], "--gpu h1000 is not known; did you mean h100.*known are a100, h100, h200, b200"),
         ([*QUICKSTART, "--gpus", "0"], "--gpus must be at least 1, not 0"),
+        ([*SMALL, "--top", "-1"], "--top must be at least 1, not -1"),
+        ([*SMALL, "--node", "0"], "--node must be at least 1, not 0"),
+        ([*SMALL, "--network", "0"], "--network must be a number above 0, not 0"),
+        ([*SMALL, "--storage", "0"], "--storage must be a number above 0, not 0"),
+        ([*SMALL, "--tokens", "-5"], "--tokens must be a number above 0, not -5"),
+        ([*SMALL, "--price-per-kwh", "nan"], "--price-per-kwh must be a number above 0, not nan"),
+        ([*SMALL, "--gpu", "a100", "--precision", "fp8"], "a100 has no units for FP8: add --precision bf16"),
         ([*QUICKSTART, "--gpus", "3"], "3 processes cannot hold tensor parallel 2"),
         ([*QUICKSTART, "--gpus", "64"], "--global-batch-size 8 is not a multiple of --micro-batch-size 8 x data"),
         ([*SMALL, "--tokenz", "3"], "--tokenz is no flag"),

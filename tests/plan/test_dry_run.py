@@ -52,8 +52,8 @@ def test_a_refusal_is_one_sentence() -> None:
     ("argv", "world_size", "rank", "message"),
     [
         (MOE, 4, 4, r"--rank 4 is not one of 4 ranks"),
-        (MOE, 0, 0, r"--rank 0 is not one of 0 ranks"),
-        (MOE, 1 << 21, 0, r"--rank 0 is not one of 2097152 ranks"),
+        (MOE, 0, 0, r"a run cannot have 0 ranks here: give 1 to 1,048,576"),
+        (MOE, 1 << 21, 0, r"a run cannot have 2097152 ranks here"),
         (MOE, 8, 0, r"--global-batch-size 4 is not a multiple of --micro-batch-size 1 x data parallel 8"),
         ([*MOE, "--expert-model-parallel-size", "3"], 3, 0, r"--num-experts is 4, which .* 3 does not divide"),
         ([*MODEL, *NO_DATA, "--data-path", "nowhere"], 1, 0, r"nowhere"),
