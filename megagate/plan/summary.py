@@ -16,6 +16,9 @@ from megagate.plan.parameters import count
 DAY = 86400
 CHECKPOINT_BYTES = 3 * FP32
 """For each parameter, beside the weight: its fp32 copy and Adam's two moments."""
+TAKEN_FOR_GRANTED = (
+    "experts used alike, Transformer Engine's kernels, no stragglers, memory as in bf16, GPUs at full power"
+)
 
 
 def plan(args: argparse.Namespace, gpu: Gpu, options: argparse.Namespace) -> dict[str, Any]:
@@ -56,7 +59,13 @@ def plan(args: argparse.Namespace, gpu: Gpu, options: argparse.Namespace) -> dic
             "tokens per second": layout.step_tokens / step.step,
         },
         "run": _run(args, layout, gpu, step, options, total),
-        "assumptions": asdict(step.assumptions) | {"GPU": asdict(gpu), "precision": options.precision},
+        "assumptions": asdict(step.assumptions)
+        | {
+            "power_overhead": options.power_overhead,
+            "precision": options.precision,
+            "taken for granted": TAKEN_FOR_GRANTED,
+            "GPU": asdict(gpu),
+        },
     }
 
 
@@ -178,7 +187,10 @@ def lines(planned: dict[str, Any], options: argparse.Namespace) -> Iterator[str]
     )
     yield ""
     assumed = planned["assumptions"]
-    yield "assumed: " + ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in _numbers(assumed))
+    yield f"assumed: {assumed['taken for granted']}"
+    yield f"assumed for {assumed['precision']}: " + ", ".join(
+        f"{name.replace('_', ' ')} {value:g}" for name, value in _numbers(assumed)
+    )
     yield f"assumed of {assumed['GPU']['name']}: " + ", ".join(
         f"{name.replace('_', ' ')} {value:.4g}" for name, value in _numbers(assumed["GPU"])
     )

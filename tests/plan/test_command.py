@@ -123,6 +123,8 @@ def test_tables(tmp_path: Path) -> None:
     command = ["examples/moe_1t/recipe.yaml", "--gpus", "2048", "--gpu", "h200", "--json", str(target)]
     ((status, text),) = run_distributed(plans, 1, [command], timeout=100)[0]
     assert status == 0
+    for assumed in ("experts used alike", "assumed for bf16: matrix share 0.68", "power overhead 1.6", "watts 700"):
+        assert assumed in text
     for part in ("998,182,770,688 parameters", "pipeline rank", "all-to-all", "MFU", "GPU-hours", "assumed", "fits"):
         assert part in text
     assert json.loads(target.read_text(encoding="utf-8"))["layout"]["expert"] == 16
