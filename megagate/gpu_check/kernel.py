@@ -61,9 +61,8 @@ def kernel_results(machine: Machine) -> Iterator[Row]:
             grad = torch.randn_like(y)
             actual = results(partial(fused.fused_gate, config=gate), y, logits, grad)
             exact = results(partial(plain, gate=gate), *(part.cpu().double() for part in (y, logits, grad)))
-            error = max(
-                float((a.cpu().double() - e).abs().max() / e.abs().max()) for a, e in zip(actual, exact, strict=True)
-            )
+            errors = [(a.cpu().double() - e).abs().max() / e.abs().max() for a, e in zip(actual, exact, strict=True)]
+            error = float(torch.stack(errors).max())  # NaN where one is, unlike Python's max
             # Sums over tokens and channels lose some of their terms' digits.
             yield Row(f"{', '.join(axes)}, {str(dtype).removeprefix('torch.')}", error, "relative", 4 * rounding)
 

@@ -45,6 +45,21 @@ def test_wrong_results_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(not row.is_good for row in kernel.kernel_results(HERE)) > 20
 
 
+def test_nan_in_a_gradient_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    backward = fused._launch_backward
+
+    def wrong(*args):
+        grad_y, grad_logits = backward(*args)
+        grad_logits.flatten()[-1] = float("nan")
+        return grad_y, grad_logits
+
+    monkeypatch.setattr(fused, "_launch_backward", wrong)
+    monkeypatch.setattr(kernel, "ACTIVATIONS", ("sigmoid", "identity"))
+    rows = list(kernel.kernel_results(HERE))
+    # Where logits are added as they are there is no kernel.
+    assert [row.what for row in rows if row.is_good] == ["elementwise, head-specific, add, identity, bfloat16"]
+
+
 def test_times() -> None:
     rows = list(kernel.kernel_times(HERE))
     assert [row.unit for row in rows] == ["GB/s", *["us"] * (2 * 2 * len(kernel.TIMED))]
