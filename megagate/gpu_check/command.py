@@ -58,22 +58,22 @@ def run(options: argparse.Namespace) -> int:
     if options.json is not None and not options.json.absolute().parent.is_dir():
         raise UserError(f"the folder of --json {options.json} is not there: make it")
     is_cuda = _is_cuda(options.device)
-    outcomes = []
+    from megagate.gpu_check.machine import describe
+
+    facts = describe(is_cuda)
+    outcomes: list[Outcome] = []
     for name in options.parts:
         if len(options.parts) == 1:
             outcomes.append(_run_here(name, is_cuda, options.seconds))
         else:
             print(f"gpu_check: {name} ({PARTS[name][1]})", file=sys.stderr, flush=True)
             outcomes.append(_run_apart(name, is_cuda, options.seconds))
-    from megagate.gpu_check.machine import describe
-
-    facts = describe(is_cuda)
+        if options.json is not None:  # after each part, so that whoever ends the rest has those before it
+            results = {"machine": facts, "parts": [outcome.as_dict() for outcome in outcomes]}
+            options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     print("  ".join(f"{key} {value}" for key, value in facts.items()))
     for line in table(outcomes):
         print(line)
-    if options.json is not None:
-        results = {"machine": facts, "parts": [outcome.as_dict() for outcome in outcomes]}
-        options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     return int(any(outcome.status == "failed" for outcome in outcomes))
 
 
@@ -115,12 +115,13 @@ def watch(name: str, command: Sequence[str], path: Path, limit: float) -> Outcom
     started = time.monotonic()
     try:
         ended = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, timeout=limit)
+        last = (ended.stderr.strip().splitlines() or ["nothing was said"])[-1]
+        reason = f"ended with status {ended.returncode}: {last}"
     except subprocess.TimeoutExpired:
-        return Outcome(name, "failed", f"still running after {limit:.0f} s", time.monotonic() - started)
-    if path.exists():
+        reason = f"still running after {limit:.0f} s"
+    if path.exists():  # whatever happened while the process was taken down
         return Outcome.from_dict(json.loads(path.read_text(encoding="utf-8"))["parts"][0])
-    last = (ended.stderr.strip().splitlines() or ["nothing was said"])[-1]
-    return Outcome(name, "failed", f"ended with status {ended.returncode}: {last}", time.monotonic() - started)
+    return Outcome(name, "failed", reason, time.monotonic() - started)
 
 
 def main() -> int:

@@ -34,13 +34,24 @@ class Machine:
 
     def gpu(self) -> Gpu | None:
         """Return what the data sheets say about this GPU, None for one that is not known."""
-        name = torch.cuda.get_device_name().lower() if self.is_cuda else ""
-        found = [gpu for key, gpu in KNOWN.items() if key in name.replace("-", " ").split()]
-        return found[0] if found else None
+        return gpu_called(torch.cuda.get_device_name()) if self.is_cuda else None
+
+
+SLOWER = {"pcie", "nvl", "mig"}
+"""Words of the name of a card, or of a part of a GPU, that is slower than the module whose name it has."""
+
+
+def gpu_called(name: str) -> Gpu | None:
+    """Return what is known of the GPU that CUDA calls by this name, for example "NVIDIA H100 80GB HBM3"."""
+    words = set(name.lower().replace("-", " ").split())
+    return None if words & SLOWER else next((gpu for key, gpu in KNOWN.items() if key in words), None)
 
 
 def describe(is_cuda: bool) -> dict[str, str]:
     """Return what the results depend on."""
+    import megagate.platform  # noqa: F401  # before Megatron
+
+    # isort: split
     import megatron.core
 
     facts = {
@@ -64,6 +75,8 @@ def describe(is_cuda: bool) -> dict[str, str]:
             facts[package] = str(getattr(module, "__version__", "there"))
         except ImportError:
             facts[package] = "missing"
+        except Exception as error:  # compiled for another torch, or without its libraries
+            facts[package] = f"broken ({type(error).__name__})"
     return facts
 
 

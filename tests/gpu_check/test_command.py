@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megagate.gpu_check.command import PARTS, watch
-from megagate.gpu_check.machine import Machine, time_in_turn
+from megagate.gpu_check.machine import Machine, describe, gpu_called, time_in_turn
 from megagate.gpu_check.result import Outcome, Row, Skip, outcome_of, table
 from tests import commands
 from tests.distributed import ROOT
@@ -111,6 +111,43 @@ def test_a_process_that_ends_badly_is_a_failure(program: str, reason: str, tmp_p
     outcome = watch("part", [sys.executable, "-S", "-c", program], tmp_path / "none.json", 2.0)
     assert outcome.status == "failed"
     assert outcome.reason.startswith(reason)
+
+
+def test_a_process_that_does_not_end_after_its_part_is_believed(tmp_path: Path) -> None:
+    part, path = Outcome("part", "passed", rows=[Row("error", 1.0, "relative", 2.0)]), tmp_path / "part.json"
+    written = json.dumps({"parts": [part.as_dict()]})
+    program = f"import pathlib, time; pathlib.Path({str(path)!r}).write_text({written!r}); time.sleep(60)"
+    assert watch("part", [sys.executable, "-S", "-c", program], path, 2.0) == part
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA GB200", 2500e12),
+        ("NVIDIA H100 PCIe", None),
+        ("NVIDIA H200 NVL", None),
+        ("NVIDIA H200 MIG 1g.18gb", None),
+        ("Tesla T4", None),
+    ],
+)
+def test_peaks_are_those_of_the_gpu(name: str, peak: float | None) -> None:
+    """And of no other: a card for PCI Express has the name of the module, and is slower."""
+    gpu = gpu_called(name)
+    assert (gpu and gpu.bf16) == peak
+
+
+def test_a_broken_package_does_not_cost_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken:
+        def find_spec(self, name: str, *_: object) -> None:
+            if name == "fused_weight_gradient_mlp_cuda":
+                raise OSError("libcudart.so.99: cannot open shared object file")
+
+    assert describe(is_cuda=False)["fused_weight_gradient_mlp_cuda"] == "missing"
+    monkeypatch.setattr(sys, "meta_path", [Broken(), *sys.meta_path])
+    assert describe(is_cuda=False)["fused_weight_gradient_mlp_cuda"] == "broken (OSError)"
 
 
 def test_warming_up_takes_nothing_from_the_counted_calls() -> None:
