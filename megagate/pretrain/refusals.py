@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from megagate.errors import UserError
 from megagate.gate.config import GateConfig, GatePrecision
 from megagate.gate.layout import layout_from_args, query_groups
+from megagate.model.attention import projects_apart
 from megagate.model.pattern import BOUNDARY, DENSE, EXPERTS, layer_pattern
 from megagate.plan.parameters import chunk_tensors
 
@@ -162,6 +163,13 @@ REFUSALS = (
         "leave it out",
         lambda args, gate: args.gate_precision == GatePrecision.FP8 and not gate.is_fused,
         "--fp8-format hybrid --gate-precision fp8 --gate-preset output-elementwise",
+    ),
+    Refusal(
+        "--delay-wgrad-compute with --fp8-format and --gate-precision bf16 or fp32",
+        "would lose the gate's gradient, since the delayed one is put in its place",
+        "leave out --delay-wgrad-compute",
+        lambda args, gate: args.delay_wgrad_compute and projects_apart(args, gate, args.gate_precision),
+        "--fp8-format hybrid --gate-precision fp32 --delay-wgrad-compute",
     ),
     Refusal(
         "--gate-precision bf16 without --bf16",
