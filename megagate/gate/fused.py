@@ -47,12 +47,13 @@ def is_available() -> bool:
 def supports(y: Tensor, logits: Tensor, config: GateConfig) -> bool:
     """Whether `fused_gate` computes this.
 
-    It does not for fp64, for Switch-Head, whose scores weigh a sum of experts, nor for a mean over heads of logits that
-    are the same for all tokens, which is computed once.
+    It does not for fp64, for tensors that are not on the GPU, for Switch-Head, whose scores weigh a sum of experts, nor
+    for a mean over heads of logits that are the same for all tokens, which is computed once.
     """
+    is_here = y.is_cuda == logits.is_cuda == torch.cuda.is_available() and not y.is_meta
     shared_constant = config.sharing == GateSharing.HEAD_SHARED and logits.shape[:2] != y.shape[:2]
     has_kernel = not (shared_constant or config.is_switch_head)
-    return y.dtype in DTYPES and logits.dtype in DTYPES and has_kernel and not y.is_meta
+    return y.dtype in DTYPES and logits.dtype in DTYPES and has_kernel and is_here
 
 
 def fused_gate(y: Tensor, logits: Tensor, config: GateConfig) -> Tensor:
