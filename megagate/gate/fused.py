@@ -143,9 +143,13 @@ def plan(
         strides: of the inputs; of the logits where y has the size and they have 1, any.
 
     Raises:
-        ValueError: rows that share a logit lie between others.
+        ValueError: the logits' sizes are others, or rows that share a logit lie between others.
     """
     *outer, channels = shape
+    # A kernel would read whatever lies there.
+    fits = len(shape) == len(logits_shape) and all(n in (1, size) for n, size in zip(logits_shape, shape, strict=True))
+    if not fits or (shared and logits_shape[2:-1] != shape[2:-1]):
+        raise ValueError(f"logits {logits_shape} cannot be broadcast over {shape}: each size must be 1 or the same")
     outer_indices = [index for index, size in enumerate(outer) if size > 1]
     others = [index for index in outer_indices if logits_shape[index] == 1 or (shared and index >= 2)]
     kept = [index for index in outer_indices if index not in others]

@@ -67,6 +67,17 @@ def test_a_sum_over_the_middle_is_refused() -> None:
         fused.plan((2, 3, 4, 8), (2, 1, 4, 8), False, ((96, 32, 8, 1), (32, 32, 8, 1)))
 
 
+@pytest.mark.parametrize(
+    ("logits", "shared"),
+    [((2, 1, 4, 8), False), ((3, 1, 4, 2), False), ((3, 1, 8), False), ((6, 1, 4, 8), False), ((3, 1, 1, 8), True)],
+    ids=str,
+)
+def test_logits_of_another_size_are_refused(logits: tuple[int, ...], shared: bool) -> None:
+    """They would be read from beyond their end."""
+    with pytest.raises(ValueError, match="cannot be broadcast"):
+        fused.plan((3, 1, 4, 8), logits, shared, ((32, 32, 8, 1), (1,) * len(logits)))
+
+
 def test_floor_bytes_count_each_tensor_once() -> None:
     import torch
 
