@@ -29,10 +29,13 @@ def check_directory(directory: Path, step: int | None = None, processes: int = 1
     """Check that a directory holds a model, before anything slow begins; `step` is that of a checkpoint.
 
     Raises:
-        UserError: it holds neither a checkpoint nor a Hugging Face model, or one that several processes cannot open.
+        UserError: it holds neither a checkpoint nor a Hugging Face model, or one that several processes cannot open, or
+            that has no steps.
     """
     if not is_hugging_face(directory):
         find_checkpoint(directory, step)
+    elif step is not None:
+        raise UserError(f"--ckpt-step has no effect: {directory} is Hugging Face's and holds one model. Leave it out")
     elif processes > 1:
         raise UserError(
             f"{directory} is evaluated by one process: for more, import it with tools/convert_checkpoint.py"

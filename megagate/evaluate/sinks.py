@@ -103,10 +103,10 @@ def _measure(options: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[st
         raise UserError("--figures needs matplotlib: pip install 'megagate[plot]'")
     directories = [Path(directory) for directory in options.load]
     for directory in directories:
-        check_directory(directory, options.ckpt_step)
+        check_directory(directory, None if is_hugging_face(directory) else options.ckpt_step)
     converted = [is_hugging_face(directory) for directory in directories]
-    if options.ckpt_step is not None and all(converted):
-        raise UserError("--ckpt-step has no effect: a Hugging Face directory holds one model. Leave it out")
+    if all(converted):
+        check_directory(directories[0], options.ckpt_step)
     if options.family is not None and not any(converted):
         raise UserError("--family has no effect: it is for Hugging Face directories. Leave it out")
     for path in options.data_path:
