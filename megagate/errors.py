@@ -34,12 +34,18 @@ def reason(error: BaseException) -> str:
     return f"{type(error).__name__} at {frames[-1].line}" if frames else type(error).__name__
 
 
-def run_command(main: Callable[[], int | None]) -> None:
-    """Run `main` and exit with its status; a `UserError` becomes one line on stderr and status 2."""
+def run_command(main: Callable[[], int | None], once: bool = False) -> None:
+    """Run `main` and exit with its status; a `UserError` becomes one line on stderr and status 2.
+
+    Args:
+        main: the command.
+        once: whether all of torchrun's processes find the same mistakes, which then one on each machine says.
+    """
     try:
         status = main()
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        if not once or os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(EXIT_USER_ERROR)
     except BrokenPipeError:  # the reader of our output went away, as in `tool | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -28,6 +28,17 @@ def test_other_errors_pass() -> None:
         run_command(failing(KeyError("a fault of the program")))
 
 
+def test_one_process_of_a_machine_says_what_all_find(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for rank, once, shown in (("0", True, "error: wrong\n"), ("3", True, ""), ("3", False, "error: wrong\n")):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        with pytest.raises(SystemExit) as stopped:
+            run_command(failing(UserError("wrong")), once=once)
+        assert stopped.value.code == 2
+        assert capsys.readouterr().err == shown
+
+
 def test_success() -> None:
     for result, status in ((None, 0), (0, 0), (3, 3)):
         with pytest.raises(SystemExit) as stopped:

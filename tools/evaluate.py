@@ -1,9 +1,8 @@
 """Measure a checkpoint: python tools/evaluate.py perplexity --help"""
 
 import argparse
-import os
 
-from megagate.errors import EXIT_USER_ERROR, UserError, run_command
+from megagate.errors import run_command
 from megagate.evaluate import harness, perplexity, sinks
 from megagate.evaluate.ruler import command as ruler
 
@@ -19,13 +18,8 @@ def main() -> int:
         subparser = subparsers.add_parser(name, help=summary, description=summary, allow_abbrev=False)
         module.add_arguments(subparser)
     options = parser.parse_args()
-    try:
-        return MEASUREMENTS[options.measurement].run(options)
-    except UserError:
-        if os.environ.get("LOCAL_RANK", "0") == "0":  # once on each machine
-            raise
-        return EXIT_USER_ERROR
+    return MEASUREMENTS[options.measurement].run(options)
 
 
 if __name__ == "__main__":
-    run_command(main)
+    run_command(main, once=True)

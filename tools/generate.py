@@ -14,4 +14,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    run_command(main)
+    run_command(main, once=True)
