@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megagate.gate import PRESETS
+from megagate.gate.config import ALL_PRESETS
 from tests.distributed import run_distributed
 from tests.model.training import SEQUENCE, VOCABULARY, Case, build
 
@@ -16,7 +16,7 @@ SHAPE = (
     "--untie-embeddings-and-output-weights"
 )
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32"
-CASES = {preset: f"{SHAPE} {EXPERTS} --gate-preset {preset}" for preset in PRESETS} | {
+CASES = {preset: f"{SHAPE} {EXPERTS} --gate-preset {preset}" for preset in ALL_PRESETS} | {
     "sliding window": f"{SHAPE} --window-size 3,0 --window-attn-skip-freq 2 --gate-preset sdpa-headwise",
     "window, documents apart": f"{SHAPE} --window-size 4,0 --reset-attention-mask --null-tokenizer-eod-id 3",
     "documents apart": f"{SHAPE} --reset-attention-mask --null-tokenizer-eod-id 3 --gate-preset sdpa-elementwise",
@@ -26,7 +26,6 @@ CASES = {preset: f"{SHAPE} {EXPERTS} --gate-preset {preset}" for preset in PRESE
     "delta net": f"{SHAPE} {EXPERTS} --gate-preset sdpa-elementwise --hybrid-layer-pattern GE*- "
     "--linear-num-key-heads 2 --linear-num-value-heads 4 --linear-key-head-dim 8 --linear-value-head-dim 8",
     "bf16": f"{SHAPE} {EXPERTS} --gate-preset sdpa-elementwise --bf16",
-    "switch head": f"{SHAPE} --gate-preset switch-head-kv-4-top-4",
 }
 LENGTHS = (7, 1, 4)
 END = 3
