@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from megagate.errors import UserError
 from megagate.evaluate.generation import Text, generate_tokens
 from megagate.evaluate.load import LoadedModel
 from megagate.evaluate.sampling import Sampling
@@ -58,6 +59,12 @@ def language_model(loaded: LoadedModel, tokenizer: Any, micro_batch_size: int = 
             self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
         ) -> list[tuple[float, bool]]:
             pairs: list[Pair] = [(context, continuation) for _, context, continuation in requests]
+            for texts, _context, continuation in requests:
+                if not continuation:
+                    raise UserError(
+                        f"the tokenizer joins the answer {texts[1]!r} to the end of its question, so that no token is "
+                        "left to score: let the task put a space between them (target_delimiter), or leave it out"
+                    )
             found: list[Any] = [None] * len(pairs)
             scores = continuation_scores(loaded, pairs, micro_batch_size=micro_batch_size, end_of_document=eod_if_apart)
             for number, score, is_greedy in _shown(scores, len(pairs), "requests scored"):

@@ -139,6 +139,8 @@ def answers(checkpoint: Path, folder: Path, generated: list[list[int]]) -> dict[
         one, many = (language_model(loaded, tokenizer, size).generate_until(requests) for size in (1, 4))
         assert one == many, "what is drawn depends on no other request"
         assert len(set(one)) == len(prompts)
+        with pytest.raises(UserError, match=r"joins the answer 're' to the end of its question"):
+            language_model(loaded, tokenizer)._loglikelihood_tokens([(("The", "re"), [5], [])])
     found = {name: [sample["resps"] for sample in samples] for name, samples in results["samples"].items()}
     return found | {"expected": expected}
 
