@@ -35,11 +35,15 @@ def iteration_of(line: str) -> Iteration | None:
     return Iteration(int(number), int(total), float(milliseconds), float(loss))
 
 
-def environment() -> dict[str, str]:
-    """Return an environment in which this tree's megagate is found, output comes at once, and gloo asks no resolver."""
+def environment(*, one_machine: bool = True) -> dict[str, str]:
+    """Return an environment in which this tree's megagate is found, and output comes at once.
+
+    Args:
+        one_machine: all processes are here, so that gloo need ask no resolver, unless it is told what to use.
+    """
     variables = {"PYTHONUNBUFFERED": "1"}
-    if any(name == "lo" for _, name in socket.if_nameindex()):
-        variables["GLOO_SOCKET_IFNAME"] = "lo"
+    if one_machine and any(name == "lo" for _, name in socket.if_nameindex()):
+        variables["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, **variables, "PYTHONPATH": os.pathsep.join(paths)}
 

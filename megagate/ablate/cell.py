@@ -70,7 +70,7 @@ def run(
         work: the cell.
         launcher: what starts the trainer.
         evaluator: what starts the measurement.
-        variables: more of the environment.
+        variables: the whole environment of both.
         on_iteration: is told how far the training is.
 
     Raises:
@@ -153,7 +153,6 @@ def _execute(
 ) -> int:
     if work.is_stopped:
         raise Stopped
-    everything = {**environment(), **variables}
 
     def on_start(process: subprocess.Popen[str]) -> None:
         work.processes.append(process)
@@ -162,7 +161,7 @@ def _execute(
 
     try:
         # The lock is held until the program ends, even if this process is killed before.
-        return run_logged(command, log, everything, on_line, on_start=on_start, inherited=(lock,))
+        return run_logged(command, log, variables, on_line, on_start=on_start, inherited=(lock,))
     except OSError as error:
         raise Failed(f"cannot run {command[0]}: {error.strerror}") from error
     finally:
@@ -233,9 +232,9 @@ def local_launcher(world_size: int) -> list[str]:
 
 
 def local_variables(work: Work, world_size: int, jobs: int) -> dict[str, str]:
-    """Return the environment variables of a training that no supervisor starts, one of `jobs` at a time here."""
+    """Return the environment of a training that no supervisor starts, one of `jobs` at a time here."""
     threads = max(1, (os.cpu_count() or 1) // (world_size * jobs))
-    variables = {
+    variables = environment() | {
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
         # Where the trainer says how it ended; a supervisor sets both by itself.
         DIRECTORY_VARIABLE: str(work.save / FOLDER),

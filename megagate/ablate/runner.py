@@ -14,7 +14,7 @@ from megagate.ablate import cell
 from megagate.ablate.grid import Grid
 from megagate.ablate.settings import Work
 from megagate.errors import UserError, reason
-from megagate.processes import Iteration
+from megagate.processes import Iteration, environment
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 """Ask for an end; trainings save first."""
@@ -110,7 +110,7 @@ def run_all(
         if ending.is_set():
             raise cell.Stopped
         started = launcher or cell.local_launcher(grid.world_size)
-        variables = {} if launcher else cell.local_variables(work, grid.world_size, jobs)
+        variables = environment(one_machine=False) if launcher else cell.local_variables(work, grid.world_size, jobs)
         result = cell.run(work, started, evaluator, variables, on_iteration)
         diverged = cell.has_diverged(result, grid.diverged_above)
         ppl = f"PPL {result['perplexity']:.4g}" if "perplexity" in result else "no PPL"

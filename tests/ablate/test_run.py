@@ -14,6 +14,7 @@ import psutil
 import pytest
 import yaml
 
+from megagate.ablate.cell import local_variables
 from megagate.ablate.grid import read_grid
 from megagate.ablate.runner import run_all
 from megagate.ablate.settings import works
@@ -146,6 +147,20 @@ def test_a_failure_does_not_end_the_others_and_a_signal_ends_all(
     assert "stopping: trainings save first" in errors
     assert signal.getsignal(signal.SIGTERM) is handler
     assert all(work.result() is None for work in found)
+
+
+def test_ranks_on_other_nodes_are_not_told_to_look_here(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    (found, *_) = works(read_grid(tiny), tmp_path / "out", [])
+    run_all(read_grid(tiny), [found], 1, ["bash", "-c", "env; exit 1"], ["false"], 1)
+    log = (found.folder / "logs" / "train.log").read_text()
+    assert "PYTHONUNBUFFERED=1" in log and "GLOO_SOCKET_IFNAME" not in log
+    here = local_variables(found, 1, 1)
+    assert here["GLOO_SOCKET_IFNAME"] == "lo" and here["PYTHONUNBUFFERED"] == "1"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
+    assert local_variables(found, 1, 1)["GLOO_SOCKET_IFNAME"] == "eth0"
 
 
 @pytest.mark.parametrize(
