@@ -93,7 +93,8 @@ def refusal(jobs: Sequence[tuple[str, dict[str, Any], list[str]]], world_size: i
                 else:
                     dry_run.forget()
             except UserError as error:
-                return f"the cell {name} would be refused: {str(error).replace(str(path), 'of it')}"
+                text = str(error).replace(f"the recipe {path}", "its recipe").replace(str(path), "its recipe")
+                return f"the cell {name} would be refused: {text}"
     return None
 
 

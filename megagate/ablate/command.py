@@ -35,9 +35,13 @@ def main() -> int:
     from megagate.ablate.grid import read_grid
     from megagate.ablate.settings import works
 
-    for name in ("jobs", "progress"):
-        if getattr(options, name) < 1:
-            raise UserError(f"--{name} must be at least 1, not {getattr(options, name)}")
+    for flag, value in {
+        "--jobs": options.jobs,
+        "--progress": options.progress,
+        "--at-a-time": options.at_a_time,
+    }.items():
+        if value is not None and value < 1:
+            raise UserError(f"{flag} must be at least 1, not {value}")
     grid = read_grid(options.grid)
     if options.evaluate_on:
         grid.evaluation["data-path"] = options.evaluate_on

@@ -103,7 +103,9 @@ def read_grid(path: Path) -> Grid:
         raise UserError(f"evaluation in the grid {path} must be a mapping of flags to values")
     for key in evaluation:
         if key not in EVALUATION_KEYS:
-            raise UserError(f"{key!r} under evaluation in the grid {path} is not known{nearest(key, EVALUATION_KEYS)}")
+            raise UserError(
+                f"{key!r} under evaluation in the grid {path} is not known{nearest(str(key), EVALUATION_KEYS)}"
+            )
     cells = [
         Cell(
             number,

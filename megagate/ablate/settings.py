@@ -25,6 +25,7 @@ from typing import Any
 
 import megagate
 from megagate.ablate.grid import Cell, Grid
+from megagate.errors import UserError
 from megagate.recipe import ENVIRONMENT_KEY, read_recipe
 
 RESULT = "result.json"
@@ -81,9 +82,12 @@ def works(grid: Grid, output: Path, trainer: Sequence[str]) -> list[Work]:
         grid: what to run.
         output: the folder for all of it.
         trainer: flags of the trainer for every cell, as on the command line.
+
+    Raises:
+        UserError: two cells are the same.
     """
     base, variables = read_recipe(grid.recipe)
-    found = []
+    found: list[Work] = []
     for cell in grid.cells:
         recipe = merged(base, cell.flags)
         if variables:
@@ -97,6 +101,11 @@ def works(grid: Grid, output: Path, trainer: Sequence[str]) -> list[Work]:
         }
         depends["files"] = _files([*recipe.values(), *trainer, *grid.evaluation.values()])
         fingerprint = hashlib.sha256(json.dumps(depends, sort_keys=True).encode()).hexdigest()
+        twin = next((work.cell.name for work in found if work.fingerprint == fingerprint), None)
+        if twin is not None:
+            raise UserError(
+                f"the cells {twin} and {cell.name} of the grid {grid.path} have the same settings: leave one out"
+            )
         slug = re.sub(r"[^\w.+-]+", "_", cell.name)[:80]
         known = sorted(output.glob(f"cells/*-{fingerprint[:10]}"))  # perhaps under another grid's name for it
         folder = known[0] if known else output / "cells" / f"{slug}-{fingerprint[:10]}"

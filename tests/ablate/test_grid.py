@@ -92,6 +92,7 @@ def test_a_cell_is_another_one_when_anything_changes(tmp_path: Path) -> None:
         ({"axes": {"run": {"a": [1]}}}, r"a on the axis run in the grid .* must be a mapping"),
         ({"flags": {"save": "x"}}, r"flags in the grid .* sets save, which each cell has of its own"),
         ({"evaluation": {"data": "x"}}, r"'data' under evaluation in the grid .* did you mean data-path\?"),
+        ({"evaluation": {3: "x"}}, r"3 under evaluation in the grid .* is not known"),
         ({"world_size": 0}, r"world-size in the grid .* must be a positive number, not 0"),
         ({"world_size": 1.5}, r"world-size in the grid .* must be a positive number, not 1.5"),
     ],
@@ -99,6 +100,12 @@ def test_a_cell_is_another_one_when_anything_changes(tmp_path: Path) -> None:
 def test_what_cannot_be_is_refused(content: dict[str, object], message: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=message):
         read_grid(write(tmp_path, **content))
+
+
+def test_a_cell_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+    axes = {"model": {"a": {"lr": 1}, "b": {"lr": 1}, "c": {"lr": 2}}}
+    with pytest.raises(UserError, match=r"the cells a and b of the grid .* have the same settings: leave one out"):
+        works(read_grid(write(tmp_path, axes=axes)), tmp_path, [])
 
 
 def test_the_trainer_takes_every_cell_of_the_shipped_grids() -> None:
@@ -155,3 +162,7 @@ def test_a_mistake_in_a_cell_is_named(tmp_path: Path) -> None:
     refused = run_distributed(refusals, 1, [str(path)], timeout=100)[0][str(path)]
     assert refused is not None
     assert re.match(r"the cell sdpa-elementwize would be refused: .*sdpa-elementwise", refused), refused
+    path = write(tmp_path, recipe=str(FOLDER / "recipe_small.yaml"), axes={"gate-prest": ["baseline"]})
+    refused = run_distributed(refusals, 1, [str(path)], timeout=100)[0][str(path)]
+    assert refused is not None
+    assert refused.startswith("the cell baseline would be refused: 'gate-prest' in its recipe is no flag; did"), refused

@@ -169,6 +169,7 @@ def test_ranks_on_other_nodes_are_not_told_to_look_here(
         (["nowhere.yaml"], "cannot read the grid nowhere.yaml"),
         (["tiny.yaml", "--cell", "2"], "--cell 2 is none of the grid's 2 cells: give 0 to 1"),
         (["tiny.yaml", "--jobs", "0"], "--jobs must be at least 1, not 0"),
+        (["tiny.yaml", "--slurm", "--at-a-time", "0"], "--at-a-time must be at least 1, not 0"),
         (["tiny.yaml", "--evaluate-on", "nowhere"], "there is no dataset nowhere"),
         (["tiny.yaml", "--job", "2"], "--job is no flag; did you mean --jobs"),
         (["tiny.yaml", "--slurm", "--gpus-per-node", "8"], "has 1 processes, and a node 8: give another"),
