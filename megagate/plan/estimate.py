@@ -5,11 +5,13 @@ used alike, and machines without stragglers. `megagate.plan.published` holds it 
 """
 
 import argparse
+import copy
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megagate.model.pattern import EXPERTS
+from megagate.plan.activations import chunk_activations
 from megagate.plan.communication import GATHER, REDUCE, SCATTER, Transfer, step_transfers
 from megagate.plan.compute import CORE_ATTENTION, DELTA_RULE, per_token, rank_operations
 from megagate.plan.gpus import Gpu
@@ -33,7 +35,9 @@ class Assumptions:
     fp8_share: float = 0.70
     """Of what the bf16 shares would be of the FP8 peak: quantization costs time."""
     memory_passes: float = 6.0
-    """How often the bytes that are kept for the backward pass go through memory, all in all."""
+    """How often the bytes that are kept for the backward pass, or would be without recomputation, go through memory."""
+    recompute_passes: float = 2.0
+    """How often those do again that are computed again."""
     memory_share: float = 0.75
     """Of memory bandwidth."""
     link_share: float = 0.75
@@ -128,7 +132,8 @@ def _stage(
                 seconds["experts"] += count / (peak * reduced * assumed.matrix_share * width)
             else:
                 seconds["other matrix products"] += count / (peak * reduced * assumed.matrix_share)
-    traffic = assumed.memory_passes * sum(memory.micro_batch.values())
+    kept, whole = sum(memory.micro_batch.values()), _without_recomputation(args, layout, pipeline_rank)
+    traffic = assumed.memory_passes * whole + assumed.recompute_passes * (whole - kept)
     seconds["memory traffic"] = traffic / (gpu.memory_bandwidth * assumed.memory_share)
     layers = "".join(layers for layers, _, _ in layout.chunks(args.hybrid_layer_pattern, pipeline_rank))
     seconds["launches"] = len(layers) * assumed.layer_overhead + layers.count(EXPERTS) * assumed.expert_overhead
@@ -141,6 +146,14 @@ def _stage(
         cost = transfer_seconds(args, transfer, gpu, assumed) / layout.micro_batches
         seconds[f"{transfer.kind} communication"] += exposed * cost
     return dict(seconds)
+
+
+def _without_recomputation(args: argparse.Namespace, layout: Layout, pipeline_rank: int) -> int:
+    """Return the bytes of activations that one micro batch makes on a pipeline stage, kept or not."""
+    plain = copy.copy(args)
+    plain.recompute_granularity, plain.recompute_gate = None, False
+    chunks = layout.chunks(args.hybrid_layer_pattern, pipeline_rank)
+    return sum(sum(chunk_activations(plain, layout, *chunk).values()) for chunk in chunks)
 
 
 def _once_a_step(

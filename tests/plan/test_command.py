@@ -16,6 +16,8 @@ from tests.plan.cluster import without_help
 
 QUICKSTART = ["examples/quickstart/recipe.yaml", "--vocab-size", "4096", "--bf16"]
 SMALL = [*QUICKSTART, "--gpus", "8", "--global-batch-size", "16", "--micro-batch-size", "1"]
+SELECTIVE = ["--recompute-granularity", "selective", "--recompute-modules", "gate", "moe"]
+FULL = ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
 MIXTURE = ["examples/moe_15a2b/recipe.yaml", "--gpus", "64", "--gpu", "h100"]
 
 
@@ -48,6 +50,7 @@ def planned() -> list[tuple[int, Any]]:
         [*MIXTURE, "--json", "-", "--gpu", "b200", "--tokens", "1e12"],
         [*MIXTURE, "--json", "-", "--micro-batch-size", "4"],
         [*SMALL, "--search", "--top", "3", "--json", "-"],
+        *([*SMALL, *recompute, "--json", "-"] for recompute in ([], SELECTIVE, FULL)),
     ]
     results = run_distributed(plans, 1, commands, timeout=250)[0]
     return [(status, numbers_of(text)) for status, text in results]
@@ -88,6 +91,16 @@ def test_what_does_not_fit_is_a_failure(planned: list[tuple[int, Any]]) -> None:
     assert rank["total"] > 80 * 2**30
     assert status == 1
     assert numbers["memory"]["fits"] is False
+
+
+def test_recomputation_takes_less_memory_and_more_time(planned: list[tuple[int, Any]]) -> None:
+    runs = [numbers for _, numbers in planned[5:]]
+    memory = [max(rank["activations"] for rank in run["memory"]["by pipeline rank"]) for run in runs]
+    assert memory[0] > memory[1] > memory[2]
+    for cause in ("memory traffic", "experts"):
+        seconds = [run["step"]["by cause"][cause] for run in runs]
+        assert seconds[0] < seconds[1] <= seconds[2], cause
+    assert runs[0]["step"]["seconds"] < runs[1]["step"]["seconds"] < runs[2]["step"]["seconds"]
 
 
 def test_search_finds_layouts_that_are_as_it_says(planned: list[tuple[int, Any]]) -> None:
