@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from megagate.errors import UserError
-from megagate.gate import PRESETS
-from megagate.gate.config import gate_config_from_args
+from megagate.gate.config import ALL_PRESETS, gate_config_from_args
 from megagate.plan.dry_run import arguments_for, build, forget
 from megagate.pretrain.arguments import build_parser
 from megagate.pretrain.backend import WITHOUT_FP8, choose_backend
@@ -61,7 +60,7 @@ def test_the_table_of_the_docs_is_this_list() -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", ALL_PRESETS)
 def test_presets_and_recipes_that_go_together(
     recipe: str, preset: str, parse: Callable[[str], argparse.Namespace]
 ) -> None:
@@ -70,7 +69,7 @@ def test_presets_and_recipes_that_go_together(
     check(parse(f"{flags} --sequence-parallel --tensor-model-parallel-size 2"))
     if recipe != "blockwise":
         check(parse(f"{flags} --fp8-dot-product-attention"))
-    if PRESETS[preset].is_fused:
+    if ALL_PRESETS[preset].is_fused:
         check(parse(f"{flags} --gate-precision fp8"))
         check(parse(f"{flags} --gate-precision fp32"))
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from megagate.gate import PRESETS, GatePosition
+from megagate.gate.config import ALL_PRESETS
 from megagate.pretrain.refusals import FP8_LINEARS, RECIPES, alignment
 from tests.distributed import ROOT
 from tests.te import NEEDED
@@ -52,7 +53,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("te")
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", [*PRESETS, "switch-head-kv-4-top-4"])
 def test_preset(preset: str, directory: Path) -> None:
     """On each tensor-parallel size, without FP8 and with each recipe."""
     models = described(preset, directory)
@@ -88,7 +89,7 @@ def check_modules(model: dict[str, Any], preset: str) -> None:
     """Norms are fused where nothing else reads their result; experts are grouped."""
     modules = model["modules"]
     kinds = {name: modules[name] for name in modules if name.startswith("decoder.layers.")}
-    apart = PRESETS[preset].position == GatePosition.OUTPUT
+    apart = ALL_PRESETS[preset].position == GatePosition.OUTPUT
     assert kinds["decoder.layers.2.self_attention"] == (
         "SelfAttention" if preset == "baseline" else "GatedSelfAttention"
     )
