@@ -10,12 +10,10 @@ from megagate.plan.communication import step_transfers
 from megagate.plan.estimate import Estimate, estimate, shares, transfer_seconds
 from megagate.plan.gpus import GIB, Gpu
 from megagate.plan.layout import Layout, layout_of
-from megagate.plan.memory import FP32, rank_memory
+from megagate.plan.memory import ADAM_MOMENTS, FP32, rank_memory
 from megagate.plan.parameters import count
 
 DAY = 86400
-CHECKPOINT_BYTES = 3 * FP32
-"""For each parameter, beside the weight: its fp32 copy and Adam's two moments."""
 TAKEN_FOR_GRANTED = (
     "experts used alike, Transformer Engine's kernels, no stragglers, memory as in bf16, GPUs at full power"
 )
@@ -127,12 +125,20 @@ def _communication(
     return list(rows.values())
 
 
+def checkpoint_width(args: argparse.Namespace) -> int:
+    """Return a checkpoint's bytes for each parameter: the weight, the optimizer's copy of it, Adam's two moments."""
+    width: int = args.params_dtype.itemsize
+    # Of fp32 weights the optimizer has a copy only where its state is shared out.
+    copies = FP32 if width < FP32 or args.use_distributed_optimizer else 0
+    return width + copies + ADAM_MOMENTS * FP32
+
+
 def _run(
     args: argparse.Namespace, layout: Layout, gpu: Gpu, step: Estimate, options: argparse.Namespace, parameters: int
 ) -> dict[str, Any]:
     tokens = options.tokens or (args.train_iters or 0) * layout.step_tokens
     seconds = tokens / layout.step_tokens * step.step
-    checkpoint = parameters * (args.params_dtype.itemsize + CHECKPOINT_BYTES)
+    checkpoint = parameters * checkpoint_width(args)
     energy = gpu.watts * options.power_overhead * layout.world * seconds / 3.6e6
     run = {
         "tokens": tokens,
