@@ -6,6 +6,7 @@ the death of the one that writes ends the rank.
 """
 
 import argparse
+import faulthandler
 import functools
 import importlib
 import multiprocessing
@@ -107,11 +108,18 @@ def _ending_with_rank(writer: Any, original: Any) -> Any:
     def queue(mp_mode: str = "spawn") -> Any:
         if writer._results_queue is None:
             manager = SyncManager(ctx=multiprocessing.get_context(mp_mode))
-            manager.start(end_after, (os.getpid(),))
+            manager.start(_begin, (os.getpid(),))
             writer._results_queue = manager.Queue()
         return writer._results_queue
 
     return queue
+
+
+def _begin(rank: int) -> None:
+    """Be the process that passes on what was written; forked, it would answer in its rank's name when that hangs."""
+    faulthandler.unregister(signal.SIGUSR2)
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    end_after(rank)
 
 
 def _watched(callers: Any, original: Any) -> Any:

@@ -1,6 +1,7 @@
 """Saving in the background: what is written, when the tracker moves, and the process that writes."""
 
 import contextlib
+import os
 import signal
 import subprocess
 import sys
@@ -14,6 +15,8 @@ import torch
 from megagate.checkpoint import keep
 from megagate.errors import UserError
 from megagate.platform import cpu, on_cpu
+from megagate.pretrain.supervised import HANG_SIGNAL
+from megagate.supervise.records import DIRECTORY_VARIABLE, FOLDER
 from tests.checkpoint.training import differences
 from tests.distributed import ROOT, run_distributed
 from tests.training import TINY, scalars, train
@@ -64,7 +67,8 @@ def start(folder: Path, *flags: str) -> tuple[subprocess.Popen, list[psutil.Proc
     """Start training in a process; return it and all that it has started, once there is a checkpoint."""
     words = [sys.executable, "-m", "megagate.pretrain", *arguments(folder, 100000, "--num-workers", "1", *flags)]
     with open(folder.with_suffix(".log"), "wb") as log:
-        run = subprocess.Popen(words, cwd=ROOT, stdout=log, stderr=log)
+        environment = {**os.environ, DIRECTORY_VARIABLE: str(folder / FOLDER)}  # as under a supervisor
+        run = subprocess.Popen(words, cwd=ROOT, stdout=log, stderr=log, env=environment)
     deadline = time.monotonic() + 120
     while keep.tracked(folder) is None:
         assert run.poll() is None and time.monotonic() < deadline, folder.with_suffix(".log").read_text()
@@ -88,14 +92,17 @@ def test_the_rank_ends_when_its_writer_dies(tmp_path: Path) -> None:
     [("--async-save", signal.SIGKILL), ("--async-save", signal.SIGTERM), ("--no-async-save", signal.SIGKILL)],
 )
 def test_what_a_rank_starts_ends_with_it(tmp_path: Path, flag: str, number: signal.Signals) -> None:
-    """However it ends; and until it has saved, not where a whole job is told to end."""
+    """However it ends; and until it has saved, not where a whole job is told to end or asked where it hangs."""
     run, started = start(tmp_path / "run", flag)
     assert len(started) >= 3
     try:
         if number == signal.SIGTERM:
             for process in started:
+                process.send_signal(HANG_SIGNAL)
                 process.send_signal(number)
             time.sleep(1)
+            stacks = tmp_path / "run" / FOLDER / "stacks" / "rank_0.txt"
+            assert stacks.read_text().count("\n") == 1  # the name of the machine: nobody has answered for the rank
         run.send_signal(number)
         status = run.wait(60)
         _, left = psutil.wait_procs(started, timeout=20)
