@@ -69,24 +69,35 @@ def test_the_writer_in_the_background_is_killed(tmp_path: Path) -> None:
         run.stop()
 
 
-def test_random_kills(run: LocalRun) -> None:
-    """Of random ranks at random moments, start and saves included."""
+@pytest.mark.parametrize("flag", ["--no-async-save", "--async-save"])
+def test_random_kills(flag: str, tmp_path: Path) -> None:
+    """Of random ranks at random moments, start and saves included, of a run that comes on meanwhile."""
     generator = random.Random(1)
-    run.start("--back-off 0 --same-step 1000 --without-progress 1000")
-    for number in range(1, KILLS + 1):
-        wait_for(lambda number=number: len(run.events("attempt")) >= number, 240, "an attempt", run.log)
-        wait_for(lambda: len(run.ranks()) == 2 or run.process.poll() is not None, 240, "two ranks", run.log)
-        if generator.random() < 0.7:  # else while it starts
-            run.wait_for_attempt(number)
-        time.sleep(generator.uniform(0, 4))
-        if run.process.poll() is not None:
-            break
-        wait_for(run.ranks, 240, "a rank", run.log)
-        generator.choice(run.ranks()).kill()
-        wait_for(lambda number=number: len(run.events("end")) >= number, 240, "the end of an attempt", run.log)
-    assert run.wait(1200) == 0, run.log()
-    run.check_nothing_durable_was_lost()
-    run.check_equals_uninterrupted()
+    run = LocalRun(tmp_path, steps=500, interval=10, flags=("--num-workers", "1", flag))
+    kills = 0
+    try:
+        run.start("--back-off 0 --same-step 1000 --without-progress 1000")
+        for number in range(1, KILLS + 1):
+            wait_for(lambda number=number: len(run.events("attempt")) >= number, 240, "an attempt", run.log)
+            wait_for(lambda: len(run.ranks()) == 2 or run.process.poll() is not None, 240, "two ranks", run.log)
+            if generator.random() < 0.8:  # else while it starts
+                run.wait_for_attempt(number)
+                target = run.step() + generator.randint(0, 25)
+                wait_for(lambda target=target: run.step() >= target or run.process.poll() is not None, 240, "steps")
+            time.sleep(generator.uniform(0, 1))
+            if run.process.poll() is not None:
+                break
+            wait_for(run.ranks, 240, "a rank", run.log)
+            generator.choice(run.ranks()).kill()
+            kills += 1
+            wait_for(lambda number=number: len(run.events("end")) >= number, 240, "the end of an attempt", run.log)
+        assert run.wait(1200) == 0, run.log()
+        assert kills >= KILLS // 2
+        assert len({end["saved"] for end in run.events("end")}) > KILLS // 4
+        run.check_nothing_durable_was_lost()
+        run.check_equals_uninterrupted()
+    finally:
+        run.stop()
 
 
 def test_a_stopped_rank(run: LocalRun) -> None:
