@@ -20,12 +20,7 @@ from megatron.training.models import GPTModelConfig
 
 from megagate.model.backends import BACKENDS
 from megagate.model.pattern import expert_blocks
-
-LOCAL_NAMES = {
-    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
-    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
-}
-"""Norms of a layer, and what a GPTModel's checkpoint calls them where no router follows."""
+from megagate.model.specs import NORM_NAMES
 
 
 def gpt_config(args: argparse.Namespace, config: TransformerConfig, stack: ModuleSpec) -> GPTModelConfig:
@@ -63,7 +58,9 @@ def _feed_forward(stack: ModuleSpec, experts: bool) -> Any:
 def _block(stack: ModuleSpec, experts: bool) -> ModuleSpec:
     """Return the spec of a block: an attention layer and a feed-forward layer in one."""
     attention, feed_forward = stack.submodules.attention_layer.submodules, _feed_forward(stack, experts)
-    names = dict(list(LOCAL_NAMES.items())[: 1 if experts else 2])
+    # A GPTModel's checkpoint has a norm under the linear layer after it, but for the norm before a router.
+    linears = ("self_attention.linear_qkv.",) if experts else ("self_attention.linear_qkv.", "mlp.linear_fc1.")
+    names = {own: fused for own, fused in NORM_NAMES if fused.startswith(linears)}
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
