@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from megagate.checkpoint.convert import export_checkpoint
 from megagate.errors import UserError
 from megagate.gate import PRESETS
 from tests.distributed import run_distributed
@@ -40,6 +41,18 @@ def run(folder: Path, *flags: str, ranks: int = 1) -> dict[str, dict[int, float]
     return scalars(curve)
 
 
+def loss_of(folder: Path) -> float:
+    """Return the loss of some tokens with the checkpoint as the tools that evaluate load it."""
+    import torch
+
+    from megagate.evaluate.load import load_model
+
+    tokens = torch.randint(255, (4, 32), generator=torch.Generator().manual_seed(1))
+    with load_model(folder) as loaded:
+        positions = torch.arange(32).expand(4, -1).contiguous()
+        return float(loaded.model(tokens, positions, None, labels=tokens).mean())
+
+
 @pytest.mark.parametrize(
     ("preset", "flags"),
     [("value-headwise", MIXED), ("sdpa-elementwise", ""), ("output-elementwise", "--add-qkv-bias")],
@@ -48,6 +61,10 @@ def test_the_hybrid_model_goes_on(preset: str, flags: str, tmp_path: Path) -> No
     """From a GPTModel's checkpoint, optimizer included, with telemetry: the same curves, as on another layout."""
     common = ["--gate-preset", preset, *flags.split(), "--train-iters", "4"]
     run(tmp_path / "start", *common, *GPT, "--save", str(tmp_path / "save"), "--exit-interval", "2")
+    assert 4 < run_distributed(loss_of, 1, tmp_path / "save", timeout=100)[0] < 7
+    with pytest.raises(UserError, match="is of --model-impl gpt: go on from it for a step without that flag, and exp"):
+        export_checkpoint(tmp_path / "save", tmp_path / "exported")
+    assert not (tmp_path / "exported").exists()
     common += ["--load", str(tmp_path / "save")]
     gpt = run(tmp_path / "gpt", *common, *GPT)
     hybrid = run(tmp_path / "hybrid", *common)
