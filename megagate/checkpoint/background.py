@@ -6,12 +6,10 @@ the death of the one that writes ends the rank.
 """
 
 import argparse
-import faulthandler
 import functools
 import importlib
 import multiprocessing
 import os
-import signal
 import sys
 import threading
 import time
@@ -75,11 +73,7 @@ def work(*positional: Any) -> None:
     """Be the process: write what the rank hands over, until it says that this was all."""
     rank = multiprocessing.parent_process()
     assert rank is not None and rank.pid is not None
-    for number in (signal.SIGINT, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_BLOCK, stop.STOP_SIGNALS)
-    threading.Thread(target=stop.end_with_parent, args=(rank.pid,), daemon=True).start()
-    end_after(rank.pid)
+    belong_to(rank.pid)
     if on_cpu():
         from megagate.platform import cpu
 
@@ -88,9 +82,10 @@ def work(*positional: Any) -> None:
     callers.PersistentAsyncCaller.async_loop(*positional)
 
 
-def end_after(pid: int) -> None:
-    """End this process soon after the process `pid`."""
-    threading.Thread(target=_wait_for_end, args=(psutil.Process(pid),), daemon=True).start()
+def belong_to(rank: int) -> None:
+    """Have this process live as long as its rank, of the pid `rank`: through signals, and not after it."""
+    stop.leave_signals_to(rank)
+    threading.Thread(target=_wait_for_end, args=(psutil.Process(rank),), daemon=True).start()
 
 
 def _wait_for_end(process: psutil.Process) -> None:
@@ -108,18 +103,11 @@ def _ending_with_rank(writer: Any, original: Any) -> Any:
     def queue(mp_mode: str = "spawn") -> Any:
         if writer._results_queue is None:
             manager = SyncManager(ctx=multiprocessing.get_context(mp_mode))
-            manager.start(_begin, (os.getpid(),))
+            manager.start(belong_to, (os.getpid(),))
             writer._results_queue = manager.Queue()
         return writer._results_queue
 
     return queue
-
-
-def _begin(rank: int) -> None:
-    """Be the process that passes on what was written; forked, it would answer in its rank's name when that hangs."""
-    faulthandler.unregister(signal.SIGUSR2)
-    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-    end_after(rank)
 
 
 def _watched(callers: Any, original: Any) -> Any:

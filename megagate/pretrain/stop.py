@@ -91,7 +91,7 @@ def _with_workers_that_stay(original: Any) -> Any:
 
 
 class WorkerStart:
-    """What a data-loader worker does first: after it, only its rank can end it by a signal."""
+    """What a data-loader worker does first."""
 
     def __init__(self, original: Any) -> None:
         self.original = original
@@ -100,18 +100,22 @@ class WorkerStart:
         """Run the loader's own start, then deal with signals."""
         if self.original is not None:
             self.original(worker)
-        faulthandler.unregister(signal.SIGUSR2)  # it would answer in its rank's name when the run hangs
-        for number in (signal.SIGINT, signal.SIGUSR2):
-            signal.signal(number, signal.SIG_IGN)
-        # SIGTERM from the rank is how Python ends its workers; from anyone else it is meant for the rank.
-        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-        threading.Thread(target=end_with_parent, args=(os.getppid(),), daemon=True).start()
+        leave_signals_to(os.getppid())
 
 
-def end_with_parent(parent: int) -> None:
-    """End this process on SIGTERM from `parent`, which the calling process has blocked; from others it is ignored."""
+def leave_signals_to(rank: int) -> None:
+    """Have this process, which a rank has started, live through signals; only the rank, by its pid, can end it."""
+    faulthandler.unregister(signal.SIGUSR2)  # it would answer in its rank's name when the run hangs
+    for number in (signal.SIGINT, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    # SIGTERM from the rank is how Python ends what it has started; from anyone else it is meant for the rank.
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    threading.Thread(target=_end_with, args=(rank,), daemon=True).start()
+
+
+def _end_with(rank: int) -> None:
     while True:
-        if signal.sigwaitinfo({signal.SIGTERM}).si_pid == parent:
+        if signal.sigwaitinfo({signal.SIGTERM}).si_pid == rank:
             os._exit(0)
 
 
