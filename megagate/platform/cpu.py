@@ -518,13 +518,15 @@ def activate_training() -> None:
 
 @contextlib.contextmanager
 def without(name: str) -> Iterator[None]:
-    """Remove the patch called `name` inside the context; the tests show with it that the patch is needed."""
+    """Remove the patch called `name`, if it is applied, inside the context; tests show with it what the patch does."""
     patch = next(patch for patch in TORCH_PATCHES + TRAINING_PATCHES + RESUME_PATCHES if patch.name == name)
+    applied = bool(patch.originals)
     patch.remove()
     try:
         yield
     finally:
-        patch.apply()
+        if applied:
+            patch.apply()
 
 
 def announce() -> None:

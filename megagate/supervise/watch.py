@@ -123,7 +123,7 @@ class Watch:
         self._told: str | None = None
         self._hung = ""
         self._left_behind = False
-        self._started = time.time()
+        self._earlier_dumps = self._dumps()
         self._step: int | None = None
         self._changed = time.monotonic()
         try:
@@ -230,7 +230,7 @@ class Watch:
             for outcome in outcomes
             if outcome["outcome"] == "spike"
         ]
-        dumps = [path for path in self.folder.glob("flight_recorder_rank_*") if path.stat().st_mtime >= self._started]
+        dumps = self._dumps() - self._earlier_dumps
         if dumps:
             details["flight_recorder"] = len(dumps)
             say(f"megagate: NCCL's last operations on {len(dumps)} ranks are in {self.folder}/flight_recorder_rank_N")
@@ -277,6 +277,10 @@ class Watch:
         message = failed["message"] if failed else f"exit status {self._child.returncode}"
         loading = not stepped and "checkpoint" in message.lower()
         return (Kind.LOADING if loading else Kind.FAILED), None, message
+
+    def _dumps(self) -> set[tuple[Path, int]]:
+        """Return the flight recorder's dumps with the times of the file system, whose clock may be another one."""
+        return {(path, path.stat().st_mtime_ns) for path in self.folder.glob("flight_recorder_rank_*")}
 
     def _host_of(self, rank: int | None) -> str | None:
         """Return the node of a rank, as the rank wrote it at its start."""
