@@ -36,7 +36,7 @@ from megagate.data.tokenizer import quiet
 from megagate.errors import UserError
 from megagate.evaluate.extension import Extension, add_extension_arguments
 from megagate.evaluate.load import find_checkpoint
-from megagate.model.pattern import GPT, is_gpt
+from megagate.model.pattern import as_hybrid, is_gpt
 from megagate.progress import ByteProgress
 
 RECIPE = "recipe.yaml"
@@ -201,23 +201,21 @@ def export_checkpoint(
         UserError: no family holds the model exactly, or a tensor is missing, left over or of another shape.
     """
     checkpoint = find_checkpoint(checkpoint_directory, step)
-    args = checkpoint_arguments(checkpoint)
-    if is_gpt(args):
-        raise UserError(
-            f"{checkpoint} is of --model-impl {GPT}: go on from it for a step without that flag, and export the "
-            "checkpoint that this saves"
-        )
+    saved = checkpoint_arguments(checkpoint)
+    args = as_hybrid(saved)
     if getattr(args, "hybrid_layer_pattern", None) is None:
         raise UserError(f"{checkpoint} does not hold a hybrid model: it was not written by megagate.pretrain")
     with quiet():
         from megagate.checkpoint.fit import check_delta_net_norm
+        from megagate.checkpoint.gpt_names import HybridNames
     check_delta_net_norm(args, checkpoint)
     if extension is not None:
         extension.apply(args)
     source = source or _kept_source(checkpoint_directory, args)
     family, config = _family_for(args, read_json(source / CONFIG) if source else {}, family_name)
     rules = list(family.rules(args, config))
-    reader = torch_dist.TensorReader(checkpoint)
+    held = torch_dist.TensorReader(checkpoint)
+    reader = HybridNames(held) if is_gpt(saved) else held
     _check_megatron(rules, reader.tensors, args.tokenizer_vocab_size, str(checkpoint))
     made = converted(rules, "megatron", reader.tensors, str(checkpoint))
     if wanted(rules, "hf").keys() != made.keys():

@@ -8,6 +8,7 @@ and its reader needs all that it reads in memory; neither does for a model that 
 import math
 import os
 import pickle
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,38 +66,35 @@ class TensorReader:
         self._file: tuple[str, Any] | None = None
         self._last: tuple[MetadataIndex | None, Tensor | None] = (None, None)
 
-    def read(self, name: str, index: int | None = None) -> Tensor:
-        """Return a tensor, or its slice `index` along the first axis, joined from the parts that ranks have written.
+    def read(self, name: str, index: int | tuple[int, ...] | None = None) -> Tensor:
+        """Return a tensor, or its slice `index` along the first axis or axes, joined from the parts ranks have written.
 
         Raises:
             UserError: a part is damaged, or the parts do not cover the tensor exactly once.
         """
         entry = self._entries[name]
-        shape = list(entry.size)
-        first, last = (0, shape[0] if shape else 1) if index is None else (index, index + 1)
-        if shape:
-            shape[0] = last - first
+        fixed = () if index is None else (index,) if isinstance(index, int) else index
+        starts = [*fixed, *[0] * (len(entry.size) - len(fixed))]
+        shape = [1] * len(fixed) + list(entry.size[len(fixed) :])
+        stops = [start + size for start, size in zip(starts, shape, strict=True)]
         whole, covered = None, 0
         for chunk in entry.chunks:
-            offset, rows = (chunk.offsets[0], chunk.sizes[0]) if shape else (0, 1)
-            start, stop = max(first, offset), min(last, offset + rows)
-            if start >= stop:
+            first = [max(start, offset) for start, offset in zip(starts, chunk.offsets, strict=True)]
+            ends = [offset + size for offset, size in zip(chunk.offsets, chunk.sizes, strict=True)]
+            last = [min(stop, end) for stop, end in zip(stops, ends, strict=True)]
+            if any(begin >= end for begin, end in zip(first, last, strict=True)):
                 continue
-            part = self._part(name, chunk)
-            if shape and stop - start < rows:
-                part = part[start - offset : stop - offset]
+            part = self._part(name, chunk)[_box(first, last, chunk.offsets)]
             covered += part.numel()
             if list(part.shape) == shape:
                 whole = part
                 continue
             if whole is None:
                 whole = torch.empty(shape, dtype=entry.properties.dtype)
-            place = [slice(begin, begin + size) for begin, size in zip(chunk.offsets, chunk.sizes, strict=True)]
-            place[0] = slice(start - first, stop - first)
-            whole[tuple(place)] = part
+            whole[_box(first, last, starts)] = part
         if whole is None or covered != math.prod(shape):
             raise UserError(f"{self.checkpoint} is damaged: the parts of {name} do not cover it exactly once")
-        return whole if index is None else whole[0]
+        return whole[(0,) * len(fixed)]
 
     def close(self) -> None:
         """Close the file that is open."""
@@ -126,6 +124,11 @@ class TensorReader:
         if len(chunk.sizes) > 1 and chunk.sizes[0] > 1:
             self._last = key, part
         return part
+
+
+def _box(first: Sequence[int], last: Sequence[int], origin: Sequence[int]) -> tuple[slice, ...]:
+    """Return what lies between two corners, counted from `origin`."""
+    return tuple(slice(begin - zero, end - zero) for begin, end, zero in zip(first, last, origin, strict=True))
 
 
 class TensorWriter:

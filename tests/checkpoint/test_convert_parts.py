@@ -99,6 +99,7 @@ def test_megatrons_tensors_slice_by_slice(tmp_path: Path) -> None:
     assert reader.tensors.keys() == {"stacked", "plain", "scalar"}
     assert torch.equal(reader.read("stacked"), stacked)
     assert torch.equal(reader.read("stacked", 1), stacked[1])
+    assert torch.equal(reader.read("stacked", (2, 1)), stacked[2, 1])
     assert torch.equal(reader.read("plain"), plain.t())
     assert reader.read("scalar") == 3
     reader._entries["stacked"].chunks.pop()

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from megagate.checkpoint.convert import export_checkpoint
+from megagate.checkpoint.verify import verify
 from megagate.errors import UserError
 from megagate.gate import PRESETS
 from tests.distributed import run_distributed
@@ -62,9 +63,8 @@ def test_the_hybrid_model_goes_on(preset: str, flags: str, tmp_path: Path) -> No
     common = ["--gate-preset", preset, *flags.split(), "--train-iters", "4"]
     run(tmp_path / "start", *common, *GPT, "--save", str(tmp_path / "save"), "--exit-interval", "2")
     assert 4 < run_distributed(loss_of, 1, tmp_path / "save", timeout=100)[0] < 7
-    with pytest.raises(UserError, match="is of --model-impl gpt: go on from it for a step without that flag, and exp"):
-        export_checkpoint(tmp_path / "save", tmp_path / "exported")
-    assert not (tmp_path / "exported").exists()
+    export_checkpoint(tmp_path / "save", tmp_path / "exported")
+    assert "differ by at most" in verify(tmp_path / "exported", tmp_path / "save", run_code=True)
     common += ["--load", str(tmp_path / "save")]
     gpt = run(tmp_path / "gpt", *common, *GPT)
     hybrid = run(tmp_path / "hybrid", *common)
