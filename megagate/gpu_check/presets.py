@@ -8,6 +8,7 @@ import megagate.platform  # noqa: F401  # before Megatron
 
 # isort: split
 import torch
+from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -33,18 +34,22 @@ OWN_PARAMETERS = {
 
 
 def presets(machine: Machine) -> Iterator[Row]:
-    """Yield for each preset and dtype the largest error of the result or a gradient."""
+    """Yield for each preset, backend and dtype the largest error of the result or a gradient."""
     sequence = 256 if machine.is_cuda else 16
+    cases = [("local", dtype) for dtype in TOLERANCES]
+    if machine.is_cuda and HAVE_TE:
+        cases.append(("transformer_engine", torch.bfloat16))  # its matrix products of fp32 are done in TF32
     with process_group(machine):
         for name, gate in PRESETS.items():
-            for dtype, tolerance in TOLERANCES.items():
-                error, where = layer_error(gate, dtype, sequence)
-                yield Row(f"{name}, {str(dtype).removeprefix('torch.')}", error, "relative", tolerance, f"in {where}")
+            for backend, dtype in cases:
+                error, where = layer_error(gate, dtype, sequence, backend)
+                which = f"{name}, {str(dtype).removeprefix('torch.')}{', TE' if backend != 'local' else ''}"
+                yield Row(which, error, "relative", TOLERANCES[dtype], f"in {where}")
 
 
-def layer_error(gate: GateConfig, dtype: torch.dtype, sequence: int) -> tuple[float, str]:
+def layer_error(gate: GateConfig, dtype: torch.dtype, sequence: int, backend: str = "local") -> tuple[float, str]:
     """Return the largest error of one layer's result and gradients, relative to each tensor's largest value."""
-    layer = build(gate, dtype)
+    layer = build(gate, dtype, backend)
     layout = QKVLayout(HEADS, GROUPS, CHANNELS, gate)
     generator = torch.Generator().manual_seed(1)
     weights = random_weights(gate, layout, generator, dtype)
@@ -73,8 +78,8 @@ def layer_error(gate: GateConfig, dtype: torch.dtype, sequence: int) -> tuple[fl
     return errors[worst], worst
 
 
-def build(gate: GateConfig, dtype: torch.dtype) -> Any:
-    """Return one attention layer, as the trainer's model has it."""
+def build(gate: GateConfig, dtype: torch.dtype, backend: str) -> Any:
+    """Return one attention layer, as the trainer's model has it with `--transformer-impl` `backend`."""
     config = TransformerConfig(
         num_layers=1,
         hidden_size=HIDDEN,
@@ -91,7 +96,7 @@ def build(gate: GateConfig, dtype: torch.dtype) -> Any:
         bf16=dtype == torch.bfloat16,
         use_cpu_initialization=not torch.cuda.is_available(),
         gradient_accumulation_fusion=False,
-        transformer_impl="local",
+        transformer_impl=backend,
     )
     spec = hybrid_stack_spec(config, gate).submodules.attention_layer.submodules.self_attention
     groups = ProcessGroupCollection.use_mpu_process_groups()

@@ -166,3 +166,9 @@ def test_a_checkpoint_of_one_loads_in_the_other(preset: str, source: str, target
     result = run("exchange", str(tmp_path / "checkpoint"), preset, source, target)
     assert result.returncode == 0, result.stderr[-3000:]
     assert result.stdout.splitlines()[-1].endswith("tensors are equal")
+
+
+def test_the_layers_of_the_check_on_a_gpu() -> None:
+    result = run("gpu_check")
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert result.stdout.splitlines()[-1] == "17 layers, 16 with a fused norm"
