@@ -1,20 +1,64 @@
-"""The cells of a grid as an array of Slurm jobs, each with the nodes, the supervisor and the life of a single run."""
+"""The cells of a grid as an array of Slurm jobs, each with the nodes, the supervisor and the life of a single run.
+
+Tasks know their cell by its number, and may wait for days. So they read a copy of the grid, made when it is submitted:
+
+    OUTPUT/submitted/GRID-DIGEST/
+        GRID.yaml         with what --evaluate-on says
+        base/RECIPE.yaml
+"""
 
 import argparse
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import yaml
 
 from megagate.ablate import check
-from megagate.ablate.grid import Grid
-from megagate.ablate.settings import Work
+from megagate.ablate.grid import Grid, read_grid
+from megagate.ablate.settings import Work, works
 from megagate.errors import UserError
 from megagate.supervise import sbatch
+from megagate.supervise.records import write_whole
+from megagate.yaml_file import read_yaml
 
 
-def script(grid: Grid, numbers: Sequence[int], options: argparse.Namespace, trainer: Sequence[str]) -> str:
+def frozen(grid: Grid, output: Path) -> tuple[Path, dict[Path, str]]:
+    """Return where the copy of a grid lies, and the content of each of its files; nothing is written."""
+    recipe = Path("base", grid.recipe.name)
+    content = read_yaml(grid.path, "the grid") | {"recipe": str(recipe), "evaluation": grid.evaluation}
+    texts = {
+        Path(grid.path.name): yaml.safe_dump(content, sort_keys=False),
+        recipe: grid.recipe.read_text(encoding="utf-8"),
+    }
+    digest = hashlib.sha256("\0".join(texts.values()).encode()).hexdigest()[:10]
+    folder = output / "submitted" / f"{grid.name}-{digest}"
+    return folder / grid.path.name, {folder / path: text for path, text in texts.items()}
+
+
+def freeze(copy: Path, texts: Mapping[Path, str], cells: Sequence[Work], output: Path, trainer: Sequence[str]) -> None:
+    """Write the copy of a grid, and read it as a task will.
+
+    Raises:
+        UserError: it cannot be written, or has other cells: the grid was edited in the meantime.
+    """
+    try:
+        for path, text in texts.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(path, text)
+    except OSError as error:
+        raise UserError(f"cannot write to --output {output}: {error.strerror}; choose another") from error
+    again = works(read_grid(copy), output, trainer)
+    if [work.fingerprint for work in again] != [work.fingerprint for work in cells]:
+        raise UserError(f"the grid {copy.name} or its recipe changed while it was being submitted: submit it again")
+
+
+def script(grid: Grid, copy: Path, numbers: Sequence[int], options: argparse.Namespace, trainer: Sequence[str]) -> str:
     """Return the script of the array.
 
     Args:
         grid: what is run.
+        copy: of the grid, which tasks read.
         numbers: of the cells to run.
         options: of the command.
         trainer: flags of the trainer for every cell.
@@ -28,10 +72,7 @@ def script(grid: Grid, numbers: Sequence[int], options: argparse.Namespace, trai
             f"a cell of {grid.path} has {grid.world_size} processes, and a node {ranks}: give another --ranks-per-node"
         )
     output = options.output.absolute()
-    words = ["--output", str(output)]
-    if options.evaluate_on:
-        words += ["--evaluate-on", *options.evaluate_on]
-    words += ["--", *trainer]
+    words = ["--output", str(output), "--", *trainer]
     at_a_time = f"%{options.at_a_time}" if options.at_a_time else ""
     return sbatch.fill(
         options,
@@ -43,30 +84,34 @@ def script(grid: Grid, numbers: Sequence[int], options: argparse.Namespace, trai
             "--output": f"{sbatch.log_file(output / grid.name)}_%a.log",
             "--dependency": None,  # tasks have one name, and run beside each other
         },
-        [output, grid.path.resolve().parent],
-        {"MEGAGATE_GRID": str(grid.path.resolve())},
+        [output],
+        {"MEGAGATE_GRID": str(copy)},
     )
 
 
-def submit(grid: Grid, works: Sequence[Work], options: argparse.Namespace, trainer: Sequence[str]) -> int:
+def submit(grid: Grid, cells: Sequence[Work], options: argparse.Namespace, trainer: Sequence[str]) -> int:
     """Submit the cells that are not finished, or print the script.
 
     Raises:
         UserError: a cell would be refused, or the script is.
     """
-    unfinished = [work for work in works if work.result() is None]
+    unfinished = [work for work in cells if work.result() is None]
     if options.cell is not None:
         unfinished = [work for work in unfinished if work.cell.number == options.cell]
     if not unfinished:
         print("every cell is finished: there is nothing to submit")
         return 0
-    text = script(grid, [work.cell.number for work in unfinished], options, trainer)
+    output = options.output.absolute()
+    copy, texts = frozen(grid, output)
+    text = script(grid, copy, [work.cell.number for work in unfinished], options, trainer)
     if options.dry_run:
         print(text, end="")
         return 0
+    sbatch.require()
     check.check_evaluation(grid)
     check.check_all(grid, unfinished)
-    output = options.output.absolute()
+    freeze(copy, texts, cells, output, trainer)
     print(f"{sbatch.submit(output / f'{grid.name}.sbatch', text, '--output')}; its logs are {output / grid.name}_*.log")
+    print(f"its tasks read the grid as it is now, {copy}")
     print("when it is done: the same command with --table in place of --slurm")
     return 0

@@ -151,14 +151,19 @@ def _filled(
     return "\n".join(lines) + "\n"
 
 
+def require() -> None:
+    """Raise UserError if there is no sbatch here."""
+    if shutil.which("sbatch") is None:
+        raise UserError("there is no sbatch here: submit from a login node of a Slurm cluster, or --dry-run")
+
+
 def submit(path: Path, text: str, where: str) -> str:
     """Write the script to `path`, give it to sbatch, and return what that says; `where` is the flag to correct.
 
     Raises:
         UserError: it cannot be written, or sbatch is not here or refuses it.
     """
-    if shutil.which("sbatch") is None:
-        raise UserError("there is no sbatch here: submit from a login node of a Slurm cluster, or --dry-run")
+    require()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, text)

@@ -10,6 +10,10 @@ import pytest
 import yaml
 
 from megagate.ablate import command
+from megagate.ablate.grid import read_grid
+from megagate.ablate.settings import works
+from megagate.ablate.slurm import freeze, frozen
+from megagate.errors import UserError
 from tests.ablate.test_run import FLAGS, MODEL, STEPS
 from tests.distributed import ROOT
 from tests.evaluate.runs import random_documents, write_dataset
@@ -66,7 +70,35 @@ def test_the_script(
     assert given["--job-name"] == "grid"
     assert "--dependency" not in given and {"--requeue", "--signal"} <= set(given)
     assert f"set -- --output {tmp_path / 'out'} -- --lr 'a b'\n" in text
-    assert f"export MEGAGATE_GRID={grid}\n" in text
+    copy = Path(re.findall(r"^export MEGAGATE_GRID=(.*)$", text, flags=re.MULTILINE)[0])
+    assert copy.parents[1] == tmp_path / "out" / "submitted" and copy.name == grid.name
+    assert not (tmp_path / "out").exists()
+
+
+def test_tasks_read_the_grid_as_it_was_submitted(tmp_path: Path) -> None:
+    path, output = write_grid(tmp_path), tmp_path / "out"
+    grid = read_grid(path)
+    grid.evaluation["data-path"] = [str(tmp_path / "a"), str(tmp_path / "b")]  # as by --evaluate-on
+    cells = works(grid, output, [])
+    copy, texts = frozen(grid, output)
+    assert not output.exists()
+    freeze(copy, texts, cells, output, [])
+
+    path.write_text(path.read_text().replace("baseline", "sdpa-headwise"))
+    assert frozen(read_grid(path), output)[0] != copy
+    (tmp_path / "base.yaml").unlink()
+    read = works(read_grid(copy), output, [])
+    assert [work.fingerprint for work in read] == [work.fingerprint for work in cells]
+    assert [work.folder for work in read] == [work.folder for work in cells]
+
+
+def test_a_grid_that_is_edited_while_it_is_submitted_is_refused(tmp_path: Path) -> None:
+    path, output = write_grid(tmp_path), tmp_path / "out"
+    cells = works(read_grid(path), output, [])
+    path.write_text(path.read_text().replace("baseline", "sdpa-headwise"))
+    copy, texts = frozen(read_grid(path), output)
+    with pytest.raises(UserError, match=r"the grid grid.yaml or its recipe changed while it was being submitted"):
+        freeze(copy, texts, cells, output, [])
 
 
 @pytest.mark.full
@@ -85,6 +117,8 @@ def test_an_array_on_slurm(cluster: Cluster, tmp_path: Path) -> None:
 
     submitted = run(slurm)
     assert submitted.returncode == 0, submitted.stderr
+    before = grid.read_text()
+    grid.write_text(before.replace("baseline", "sdpa-headwise"))  # the tasks do not care
     logs = [tmp_path / "out" / f"grid_{number}.log" for number in range(2)]
 
     def said() -> str:
@@ -96,6 +130,7 @@ def test_an_array_on_slurm(cluster: Cluster, tmp_path: Path) -> None:
         result = json.loads(path.read_text())
         assert result["iterations"] == STEPS
         assert result["perplexity"] > 1
+    grid.write_text(before)
     table = run([*words, "--table"])
     assert table.returncode == 0, table.stderr
     assert all(preset in table.stdout for preset in PRESETS)
