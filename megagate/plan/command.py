@@ -16,21 +16,31 @@ from pathlib import Path
 from typing import Any
 
 from megagate.errors import UserError, run_command
+from megagate.parser import Parser
 from megagate.plan.gpus import KNOWN, Gpu, gpu
+
+EFFECTS = {
+    "published": (),
+    "scaling": ("recipe", "gpu", "precision", "network", "node", "figure", "json"),
+    "search": ("recipe", "gpus", "gpu", "precision", "network", "node", "top", "json"),
+}
+"""Flags that ask for something else than a plan -> those that have an effect beside them."""
+NEEDED = {"figure": "scaling", "top": "search"}
+"""Flags that have an effect beside another one only."""
 
 
 def main() -> int:
     """Plan as the command line says."""
     options, rest = _parser().parse_known_args()
     _check_numbers(options)
+    _check_effects(rest)
     if options.published:
         return _show_errors()
-    if options.figure is not None and not options.scaling:
-        raise UserError("--figure has no effect without --scaling: add it")
-    if options.scaling and options.recipe is not None:
+    if options.recipe is None or (options.gpus is None and not options.scaling):
+        example = "--scaling" if options.scaling else "--gpus 64"
+        raise UserError(f"give a recipe and {example.split()[0]}, for example examples/moe_15a2b/recipe.yaml {example}")
+    if options.scaling:
         return _scale(options, rest)
-    if options.recipe is None or options.gpus is None:
-        raise UserError("give a recipe and --gpus, for example examples/moe_15a2b/recipe.yaml --gpus 64")
     if options.search:
         return _search(options, rest)
     machine = _machine(options)
@@ -43,7 +53,7 @@ def main() -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="plan.py", description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("recipe", nargs="?", help="YAML file of flags, as for megagate.pretrain")
@@ -81,6 +91,33 @@ def _check_numbers(options: argparse.Namespace) -> None:
             raise UserError(f"{flag} must be at least 1, not {value}")
         if not math.isfinite(value) or value < 0 or (value == 0 and not name.startswith("price")):
             raise UserError(f"{flag} must be a number above 0, not {value:g}")
+
+
+def _check_effects(rest: list[str]) -> None:
+    """Raise UserError if a flag is given that has no effect beside another one, or without it.
+
+    Args:
+        rest: flags of the trainer.
+    """
+    parser = _parser()
+    empty = argparse.Namespace(**dict.fromkeys(action.dest for action in parser._actions))  # in place of the defaults
+    given = [name for name, value in vars(parser.parse_known_args(namespace=empty)[0]).items() if value is not None]
+    asked = next((name for name in EFFECTS if name in given), None)
+    if asked is None:
+        for name, other in NEEDED.items():
+            if name in given:
+                raise UserError(f"--{name} has no effect without --{other}: add it")
+        return
+    useless = [name for name in given if name not in (asked, *EFFECTS[asked])]
+    flags = ["a recipe" if name == "recipe" else f"--{name.replace('_', '-')}" for name in useless]
+    if asked == "published":
+        flags += [word.partition("=")[0] for word in rest if word.startswith("--")]
+    _refuse(asked, flags)
+
+
+def _refuse(asked: str, flags: list[str]) -> None:
+    if flags:
+        raise UserError(f"--{asked} has no use for {', '.join(flags)}: leave {'it' if len(flags) == 1 else 'them'} out")
 
 
 def _arguments(options: argparse.Namespace, rest: list[str], machine: Gpu, gpus: int) -> argparse.Namespace:
@@ -151,8 +188,10 @@ def _search(options: argparse.Namespace, rest: list[str]) -> int:
     machine = _machine(options)
     with _quietly():
         from megagate.plan.scaling import smallest
-        from megagate.plan.search import search
+        from megagate.plan.search import CHOSEN, search
 
+    typed = {word.partition("=")[0] for word in rest}
+    _refuse("search", [f"--{name}" for name in CHOSEN if f"--{name}" in typed])
     given = _given(options, rest)
     # The recipe's own layout need not fit the machine; without a global batch, that of one micro batch on each rank is.
     args = _arguments(options, rest, machine, smallest(given) if given.global_batch_size else options.gpus)

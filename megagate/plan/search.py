@@ -69,6 +69,16 @@ MAY_BE_OMITTED = (
     "recompute-num-layers",
 )
 """Keys of a recipe that a layout may have to do without."""
+CHOSEN = (
+    "tensor-model-parallel-size",
+    "pipeline-model-parallel-size",
+    "context-parallel-size",
+    "expert-model-parallel-size",
+    "expert-tensor-parallel-size",
+    "micro-batch-size",
+    *MAY_BE_OMITTED,
+)
+"""What a search sets, whatever the recipe says."""
 
 
 @dataclass

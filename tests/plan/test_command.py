@@ -15,7 +15,8 @@ from tests.distributed import run_distributed
 from tests.plan.cluster import without_help
 
 QUICKSTART = ["examples/quickstart/recipe.yaml", "--vocab-size", "4096", "--bf16"]
-SMALL = [*QUICKSTART, "--gpus", "8", "--global-batch-size", "16", "--micro-batch-size", "1"]
+SEARCHED = [*QUICKSTART, "--gpus", "8", "--global-batch-size", "16"]
+SMALL = [*SEARCHED, "--micro-batch-size", "1"]
 SELECTIVE = ["--recompute-granularity", "selective", "--recompute-modules", "gate", "moe"]
 FULL = ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
 MIXTURE = ["examples/moe_15a2b/recipe.yaml", "--gpus", "64", "--gpu", "h100"]
@@ -49,7 +50,7 @@ def planned() -> list[tuple[int, Any]]:
         [*MIXTURE, "--json", "-", "--network", "100"],
         [*MIXTURE, "--json", "-", "--gpu", "b200", "--tokens", "1e12"],
         [*MIXTURE, "--json", "-", "--micro-batch-size", "4"],
-        [*SMALL, "--search", "--top", "3", "--json", "-"],
+        [*SEARCHED, "--search", "--top", "3", "--json", "-"],
         *([*SMALL, *recompute, "--json", "-"] for recompute in ([], SELECTIVE, FULL)),
     ]
     results = run_distributed(plans, 1, commands, timeout=250)[0]
@@ -110,7 +111,7 @@ def test_search_finds_layouts_that_are_as_it_says(planned: list[tuple[int, Any]]
     assert len(best) == 3
     assert [layout["seconds"] for layout in best] == sorted(layout["seconds"] for layout in best)
     assert any("--global-batch-size 16 is not a multiple" in row["example"] for row in numbers["rejected"])
-    commands = [[*SMALL, *layout["flags"].split(), "--json", "-"] for layout in best]
+    commands = [[*SEARCHED, *layout["flags"].split(), "--json", "-"] for layout in best]
     for layout, (_, text) in zip(best, run_distributed(plans, 1, commands, timeout=100)[0], strict=True):
         again = numbers_of(text)
         assert again["step"]["seconds"] == pytest.approx(layout["seconds"])
@@ -158,7 +159,19 @@ def test_published_figures_are_met_to_a_third(capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ([], "give a recipe and --gpus"),
+        ([], "give a recipe and --gpus, for example"),
+        (["--scaling"], "give a recipe and --scaling, for example"),
+        (["--gpus", "x"], "argument --gpus: invalid int value: 'x'"),
+        (["--published", *SMALL, "--storage", "20"], "--published has no use for a recipe, --gpus, --storage, --vocab"),
+        (["--published", "--gpu", "h100"], "--published has no use for --gpu: leave it out"),
+        (["--published", "--search"], "--published has no use for --search: leave it out"),
+        ([*MIXTURE, "--scaling", "--tokens", "1e12"], "--scaling has no use for --gpus, --tokens: leave them out"),
+        ([*SMALL, "--search", "--price-per-kwh", "0"], "--search has no use for --price-per-kwh: leave it out"),
+        (
+            [*SMALL, "--search", "--sequence-parallel"],
+            "--search has no use for --micro-batch-size, --seq",
+        ),
+        ([*SMALL, "--top", "5"], "--top has no effect without --search: add it"),
         ([*SMALL, "--gpu", "h1000"], "--gpu h1000 is not known; did you mean h100.*known are a100, h100, h200, b200"),
         ([*QUICKSTART, "--gpus", "0"], "--gpus must be at least 1, not 0"),
         ([*SMALL, "--top", "-1"], "--top must be at least 1, not -1"),
