@@ -7,15 +7,8 @@
 #   MASTER_ADDR, MASTER_PORT   where the first node listens
 #   MEGAGATE_ATTEMPT, MEGAGATE_SUPERVISE   set by the supervisor: which attempt this is, and the folder of its records
 set -euo pipefail
-root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
-environment="$root/launch/env/${MEGAGATE_ENV:-generic}.sh"
-if [ ! -f "$environment" ]; then
-    echo "error: there is no $environment: set MEGAGATE_ENV to one of the files in launch/env, without .sh" >&2
-    exit 2
-fi
-# shellcheck source=/dev/null
-source "$environment"
-export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
+# shellcheck source=launch/environment.sh
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
 # A rank has a connection to many others; shells come with the right to 1024 files and the right to more.
 ulimit -n "$(ulimit -Hn)" 2>/dev/null || true

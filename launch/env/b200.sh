@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# B200 and GB200 nodes. Sourced by launch/node.sh on every node.
+# B200 and GB200 nodes. Sourced by launch/environment.sh on every node.
 
 # From Blackwell on kernels of one stream need not start in order, and more connections let communication overlap more.
 export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-32}"

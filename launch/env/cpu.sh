@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# Machines without a GPU: gloo over the ordinary network. Sourced by launch/node.sh on every node.
+# Machines without a GPU: gloo over the ordinary network. Sourced by launch/environment.sh on every node.
 
 # Threads of a rank. More than the cores it has slows every rank down.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"

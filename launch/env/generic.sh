@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# GPUs, any network. Sourced by launch/node.sh on every node; what is set already stays as it is.
+# GPUs, any network. Sourced by launch/environment.sh on every node; what is set already stays as it is.
 
 # Kernels of one stream start in order, which Megatron needs for tensor parallelism on GPUs before Blackwell.
 export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"

@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# H100 and H200 nodes with NVLink inside and InfiniBand between them. Sourced by launch/node.sh on every node.
+# H100 and H200 nodes with NVLink inside and InfiniBand between them. Sourced by launch/environment.sh on every node.
 
 # shellcheck source=launch/env/generic.sh
 source "$(dirname "${BASH_SOURCE[0]}")/generic.sh"

@@ -48,7 +48,7 @@ def train_command(work: Work, launcher: Sequence[str]) -> list[str]:
 
 
 def evaluate_command(work: Work, evaluator: Sequence[str]) -> list[str]:
-    """Return the command line of the cell's measurement; `evaluator` is the interpreter and what starts it."""
+    """Return the command line of the cell's measurement; `evaluator` is what comes before Python's words."""
     flags = []
     for name, value in work.evaluation.items():
         flags += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
@@ -231,8 +231,13 @@ def local_launcher(world_size: int) -> list[str]:
     return [sys.executable] if world_size == 1 else ["bash", str(ROOT / "launch" / "node.sh")]
 
 
+def local_evaluator(world_size: int) -> list[str]:
+    """Return what starts a measurement on this machine: with the environment of such a training."""
+    return [sys.executable] if world_size == 1 else ["bash", str(ROOT / "launch" / "process.sh")]
+
+
 def local_variables(work: Work, world_size: int, jobs: int) -> dict[str, str]:
-    """Return the environment of a training that no supervisor starts, one of `jobs` at a time here."""
+    """Return the environment of a cell's programs where no supervisor starts them, `jobs` cells at a time here."""
     threads = max(1, (os.cpu_count() or 1) // (world_size * jobs))
     variables = environment() | {
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),

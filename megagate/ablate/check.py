@@ -101,10 +101,10 @@ def refusal(jobs: Sequence[tuple[str, dict[str, Any], list[str]]], world_size: i
 def show(grid: Grid, works: Sequence[Work]) -> int:
     """Check every cell as the cluster would, and print the commands of each."""
     check_all(grid, works, build=True)
-    launcher = cell.local_launcher(grid.world_size)
+    launcher, evaluator = cell.local_launcher(grid.world_size), cell.local_evaluator(grid.world_size)
     for work in works:
         state = "finished" if work.result() else "to be run"
         print(f"# {work.cell.number}: {work.cell.name}: {state}")
         print(shlex.join(cell.train_command(work, launcher)))
-        print(shlex.join(cell.evaluate_command(work, [sys.executable])))
+        print(shlex.join(cell.evaluate_command(work, evaluator)))
     return 0

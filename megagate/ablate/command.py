@@ -76,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--table", action="store_true", help="show the table of what is finished, and run nothing")
     add("--dry-run", action="store_true", help="check every cell as the cluster would, show its command, run nothing")
     add("--launcher", help="what starts the trainer, as one word; processes on this machine if not given")
-    add("--evaluator", help="what starts the measurement, as one word; this interpreter if not given")
+    add("--evaluator", help="what starts the measurement, as one word; a process on this machine if not given")
     slurm = parser.add_argument_group("Slurm")
     slurm.add_argument("--slurm", action="store_true", help="submit the cells as an array of jobs; --dry-run prints it")
     slurm.add_argument("--at-a-time", type=int, metavar="N", help="tasks of the array that run at a time (all)")
@@ -89,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
 def _run(grid: "Grid", found: "Sequence[Work]", output: Path, options: argparse.Namespace) -> int:
     import shlex
 
-    from megagate.ablate import check
+    from megagate.ablate import cell, check
     from megagate.ablate.runner import run_all
 
     chosen = found if options.cell is None else [found[options.cell]]
@@ -102,7 +102,7 @@ def _run(grid: "Grid", found: "Sequence[Work]", output: Path, options: argparse.
     if unfinished and options.cell is None:
         check.check_all(grid, unfinished)
     launcher = shlex.split(options.launcher) if options.launcher else None
-    evaluator = shlex.split(options.evaluator) if options.evaluator else [sys.executable]
+    evaluator = shlex.split(options.evaluator) if options.evaluator else cell.local_evaluator(grid.world_size)
     outcome = run_all(grid, unfinished, options.jobs, launcher, evaluator, options.progress)
     if options.cell is None:
         _show_table(grid, found, output)
@@ -113,9 +113,7 @@ def _run(grid: "Grid", found: "Sequence[Work]", output: Path, options: argparse.
     if outcome.failures:
         return EXIT_UNFINISHED
     if outcome.stopped:
-        from megagate.ablate.cell import EXIT_AGAIN
-
-        return EXIT_INTERRUPTED if options.cell is None else EXIT_AGAIN
+        return EXIT_INTERRUPTED if options.cell is None else cell.EXIT_AGAIN
     return 0
 
 

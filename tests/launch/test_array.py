@@ -70,6 +70,8 @@ def test_the_script(
     assert given["--job-name"] == "grid"
     assert "--dependency" not in given and {"--requeue", "--signal"} <= set(given)
     assert f"set -- --output {tmp_path / 'out'} -- --lr 'a b'\n" in text
+    single = re.search(r"^ +single=\(srun [^)]*\)", text, flags=re.MULTILINE)
+    assert single is not None and single[0].split()[-1] == '"$MEGAGATE_ROOT/launch/process.sh")'
     copy = Path(re.findall(r"^export MEGAGATE_GRID=(.*)$", text, flags=re.MULTILINE)[0])
     assert copy.parents[1] == tmp_path / "out" / "submitted" and copy.name == grid.name
     assert not (tmp_path / "out").exists()

@@ -54,8 +54,28 @@ def submit(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Ca
 
 
 def test_shipped_scripts() -> None:
-    assert len(SCRIPTS) == 7
+    assert len(SCRIPTS) == 9
     check_shell(*SCRIPTS)
+
+
+def test_a_single_process_has_the_environment_of_ranks(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho "words: $*"\nenv\n')
+    python.chmod(0o755)
+    own = {"PATH": os.environ["PATH"], "MEGAGATE_PYTHON": str(python), "NCCL_DEBUG": "INFO"}
+
+    def run(name: str, environment: str) -> subprocess.CompletedProcess[str]:
+        command = ["bash", str(ROOT / "launch" / name), "a b", "c"]
+        variables = own | {"MEGAGATE_ENV": environment}
+        return subprocess.run(command, env=variables, cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    ranks, single = (run(name, "h100_infiniband").stdout.splitlines() for name in ("node.sh", "process.sh"))
+    assert single[0] == "words: a b c"
+    assert {"NCCL_IB_HCA=mlx5", "CUDA_DEVICE_MAX_CONNECTIONS=1", "NCCL_DEBUG=INFO", f"PYTHONPATH={ROOT}"} <= set(single)
+    assert sorted(single[1:]) == sorted(ranks[1:])
+    for name in ("node.sh", "process.sh"):
+        refused = run(name, "nowhere")
+        assert refused.returncode == 2 and refused.stderr.startswith("error: there is no "), refused.stderr
 
 
 @pytest.mark.parametrize(
