@@ -1,7 +1,8 @@
 """Bytes that a rank keeps from the forward to the backward pass of one micro batch, by layer and part.
 
 Each term is a tensor that autograd saves in the torch backend, counted once where several operators save it. Tests hold
-the sum against what torch's saved-tensor hooks see. Gated DeltaNet is the exception: its kernels on GPUs are others
+the sum against what torch's saved-tensor hooks see, with --no-gate-fusion, and the gate in one kernel, as GPUs compute
+it, against what a layer keeps in Triton's interpreter. Gated DeltaNet is the exception: its kernels on GPUs are others
 than on the CPU, so its sum is an estimate from their source and not held against a measurement.
 
 Letters: H hidden size, q and g local query heads and KV groups, d channels per head, t channels of a gate's score.
@@ -16,6 +17,7 @@ from megagate.gate.config import (
     GateConfig,
     GateInput,
     GatePosition,
+    GatePrecision,
     GateSharing,
     SdpaOutputActivation,
     gate_config_from_args,
@@ -97,13 +99,16 @@ def _attention(args: argparse.Namespace, layout: Layout, recomputed: tuple[str, 
     # Where ranks share a KV group, each gathers all rows.
     mixed_rows = rows.total_rows if layout.tensor > rows.num_query_groups else rows.total_rows // layout.tensor
     saved = layout.sharded_tokens * args.hidden_size * width + tokens * mixed_rows * width
-    copied = groups > 1 or gate.position == GatePosition.QUERY  # flattening the groups of the queries copies them
+    is_gated = gate.position == GatePosition.QUERY
+    # Flattening the groups of the queries copies them, unless a gate has made a new tensor of them.
+    copied = not args.recompute_gate if is_gated else groups > 1
     if args.qk_layernorm:
         saved += query * copied + tokens * (heads + groups) * FP32
-    if args.position_embedding_type == "rope":
+    is_rotary = args.position_embedding_type in ("rope", "yarn")
+    if is_rotary:
         rotated = int(channels * args.rotary_percent)
         saved += 4 * layout.sequence // layout.context * rotated * width  # cosines and sines for queries and keys
-    rotated_or_normed = args.qk_layernorm or args.position_embedding_type == "rope"
+    rotated_or_normed = args.qk_layernorm or is_rotary
     if rotated_or_normed or copied:
         saved += query
     if "core_attn" in recomputed:
@@ -118,7 +123,7 @@ def _attention(args: argparse.Namespace, layout: Layout, recomputed: tuple[str, 
         saved += tokens * heads * FP32  # logarithms of the softmax' sums
     saved += query  # the result
     total = Counter(attention=saved)
-    total["gate"] = _gate(gate, args.recompute_gate, layout, heads, groups, rows.gate_channels, args)
+    total["gate"] = _gate(gate, args, layout, heads, groups, rows.gate_channels)
     return total
 
 
@@ -130,16 +135,10 @@ def _masks(layout: Layout, width: int) -> int:
 
 
 def _gate(
-    gate: GateConfig,
-    rebuilt: bool,
-    layout: Layout,
-    heads: int,
-    groups: int,
-    score_channels: int,
-    args: argparse.Namespace,
+    gate: GateConfig, args: argparse.Namespace, layout: Layout, heads: int, groups: int, score_channels: int
 ) -> int:
-    """Return the bytes of scores in fp32 and of gated tensors."""
-    width, channels = args.params_dtype.itemsize, args.kv_channels
+    """Return the bytes of gated tensors, and of scores, which the fused kernel does not keep."""
+    width, channels, rebuilt = args.params_dtype.itemsize, args.kv_channels, args.recompute_gate
     if gate.sdpa_output_norm:
         product = layout.tokens * heads * channels
         return 0 if rebuilt else product * (2 * FP32 + width) + layout.tokens * heads * FP32
@@ -147,37 +146,46 @@ def _gate(
         return 0 if rebuilt else layout.tokens * heads * channels * width
     if not gate.has_gate:
         return 0
+    is_fused, adds = _is_fused(args, gate), gate.combine == GateCombine.ADD
     if gate.position == GatePosition.OUTPUT:
-        scores = gated = layout.sharded_tokens * args.hidden_size
-        product = 0 if gate.combine == GateCombine.ADD else gated * width  # what is gated; its product goes nowhere
+        count, scores = 1, layout.sharded_tokens * args.hidden_size
+        # Neither what is gated nor its logits are views of a tensor that is kept anyway; the product goes into a sum.
+        has_gated = not adds or (rebuilt and not is_fused)
+        kept = scores * width * (has_gated + (is_fused or rebuilt))
     else:
         count = heads if gate.is_on_query_heads else groups
-        scores, gated = layout.tokens * count * score_channels, layout.tokens * count * channels
+        scores = layout.tokens * count * score_channels
         # How often the product is kept: as the output projection's or attention's input, or as a norm's.
-        kept = gate.position in (GatePosition.SDPA, GatePosition.VALUE, GatePosition.KEY_VALUE)
+        read = gate.position in (GatePosition.SDPA, GatePosition.VALUE, GatePosition.KEY_VALUE)
         normed = args.qk_layernorm and gate.position in (GatePosition.KEY, GatePosition.KEY_VALUE)
-        product = gated * width * (kept + normed)
+        kept = 0 if rebuilt else layout.tokens * count * channels * width * (read + normed)
         if gate.position == GatePosition.KEY_VALUE:
             scores *= 2  # computed for keys and for values
     if gate.input == GateInput.CONSTANT:
         scores = heads * score_channels
     shared = gate.sharing == GateSharing.HEAD_SHARED
-    tensors = _saved_by_activation(gate)
+    activated = 0 if gate.activation == GateActivation.IDENTITY else scores  # what the activation saves
+    if is_fused and not (shared and layout.tensor > 1):
+        return kept
+    score_width = width if args.gate_precision == GatePrecision.BF16 else FP32
+    if shared and (is_fused or rebuilt):  # the mean over heads is an input of what is fused or rebuilt
+        return kept + (activated + scores // count) * score_width
     if rebuilt:
-        return tensors * scores * FP32 if shared else 0
-    used = layout.tokens * score_channels if shared else scores
-    multiplied = used if gate.combine == GateCombine.MULTIPLY else 0
+        return kept
+    multiplied = 0 if adds else scores // count if shared else scores
     if gate.activation == GateActivation.SIGMOID and not shared:
         multiplied = 0  # the sigmoid has saved its result already
     if gate.switch_head_top_k < gate.switch_head_experts:
         multiplied = scores  # zero for some experts
-        product += scores  # and for which, a byte each
-    return (tensors * scores + multiplied) * FP32 + product
+        kept += scores  # and for which, a byte each
+    return kept + (activated + multiplied) * score_width
 
 
-def _saved_by_activation(gate: GateConfig) -> int:
-    """Return how many tensors of the scores' size, in fp32, the activation saves."""
-    return 0 if gate.activation == GateActivation.IDENTITY else 1
+def _is_fused(args: argparse.Namespace, gate: GateConfig) -> bool:
+    """Return whether a GPU computes the gate in the kernel of `megagate.gate.fused`, which saves its inputs alone."""
+    computed_once = gate.sharing == GateSharing.HEAD_SHARED and gate.input == GateInput.CONSTANT
+    has_kernel = not (computed_once or gate.is_switch_head)
+    return has_kernel and args.gate_fusion and args.gate_precision != GatePrecision.BF16
 
 
 def _delta_net(args: argparse.Namespace, layout: Layout, recomputed: tuple[str, ...]) -> Counter[str]:
@@ -222,7 +230,7 @@ def _experts(args: argparse.Namespace, layout: Layout, recomputed: tuple[str, ..
     if args.moe_z_loss_coeff:
         total["router"] += tokens * (experts + 1) * FP32
     if args.moe_router_load_balancing_type != "none" and args.moe_aux_loss_coeff:
-        total["router"] += tokens * (experts * FP32 + top_k * INT64)
+        total["router"] += tokens * experts * FP32
     total["dispatch"] += tokens * top_k * 3 * INT64  # where each row comes from
     # Every rank gets as many rows as it sends where experts are used alike; an expert-tensor group gathers them.
     rows = tokens * top_k * layout.expert_tensor

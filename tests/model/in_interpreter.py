@@ -4,6 +4,7 @@ tests/gate/test_fused.py runs it, as `TRITON_INTERPRET=1 python -m pytest tests/
 """
 
 import gc
+from argparse import Namespace
 from collections.abc import Iterator
 
 import pytest
@@ -13,9 +14,13 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch import Tensor
 
-from benchmarks.memory import CHANNELS, HEADS, SEQUENCE, Allocations, held_for_backward
+from benchmarks import memory
+from benchmarks.memory import CHANNELS, GROUPS, HEADS, HIDDEN, Allocations, held_for_backward
 from megagate.gate import PRESETS, GateConfig, describe, fused
 from megagate.model.attention import GatedSelfAttention
+from megagate.model.pattern import ATTENTION
+from megagate.plan.activations import layer_activations
+from megagate.plan.layout import Layout
 from tests.model import test_attention
 from tests.model.test_attention import COMBINATIONS, Layer, assembled, expected_results, layer_results, worst
 
@@ -91,8 +96,42 @@ def test_mean_over_heads_of_several_ranks(combine: str, launches: list[str], mon
     assert error <= 1e-5, f"{name} differs by {error:.1e}"
 
 
-def test_no_scores_are_kept(launches: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stored, a layer keeps the gated tensor and its gate logits; rebuilt, the logits alone."""
+def planned(preset: str, recompute_gate: bool, ranks: int = 1) -> int:
+    """Return the bytes that the plan counts in the layer of `held_for_backward`, on one of tensor-parallel ranks."""
+    args = Namespace(
+        gate_preset=preset,
+        gate_fusion=True,
+        gate_precision=None,
+        recompute_gate=recompute_gate,
+        recompute_granularity=None,
+        params_dtype=torch.bfloat16,
+        hidden_size=HIDDEN,
+        num_attention_heads=HEADS * ranks,
+        group_query_attention=True,
+        num_query_groups=GROUPS * ranks,
+        kv_channels=CHANNELS,
+        qk_layernorm=True,
+        normalization="RMSNorm",
+        position_embedding_type="rope",
+        rotary_percent=1.0,
+        hidden_dropout=0.0,
+    )
+    sizes = {
+        "world": ranks,
+        "tensor": ranks,
+        "pipeline": 1,
+        "virtual": 1,
+        "context": 1,
+        "expert": 1,
+        "expert_tensor": 1,
+    }
+    batch = {"sequence": memory.SEQUENCE, "micro_batch": 1, "micro_batches": 1}
+    layout = Layout(**sizes, **batch, sequence_parallel=False, instances=1)
+    return sum(layer_activations(args, layout, ATTENTION).values())
+
+
+def test_what_is_kept_is_what_the_plan_counts(launches: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """No scores: stored, a layer keeps the gated tensor and its gate logits; rebuilt, the logits alone."""
     held_bytes = Allocations.held_bytes
 
     def without_garbage(self: Allocations, *others: Tensor) -> int:
@@ -100,12 +139,22 @@ def test_no_scores_are_kept(launches: list[str], monkeypatch: pytest.MonkeyPatch
         return held_bytes(self, *others)
 
     monkeypatch.setattr(Allocations, "held_bytes", without_garbage)
-    product = 2 * SEQUENCE * HEADS * CHANNELS  # bytes of bf16
-    baseline = held_for_backward(PRESETS["baseline"])
+    monkeypatch.setattr(memory, "SEQUENCE", 8)
+    baseline, of_baseline = held_for_backward(PRESETS["baseline"]), planned("baseline", False)
+    for name, gate in PRESETS.items():
+        for recompute_gate in (False, True) if gate.has_gate else ():
+            held = held_for_backward(gate, recompute_gate) - baseline
+            assert held == planned(name, recompute_gate) - of_baseline, (name, recompute_gate)
+    product = 2 * memory.SEQUENCE * HEADS * CHANNELS  # bytes of bf16
     gate = PRESETS["sdpa-elementwise"]
     assert held_for_backward(gate, recompute_gate=True) == baseline + product
     assert held_for_backward(gate) == baseline + 2 * product
     assert launches
+    monkeypatch.setattr(GatedSelfAttention, "sums_scores_over_ranks", True)  # over its group, which has one rank
+    name = "sdpa-elementwise-shared"
+    for recompute_gate in (False, True):
+        held = held_for_backward(PRESETS[name], recompute_gate) - baseline
+        assert held == planned(name, recompute_gate, 2) - planned("baseline", False, 2), recompute_gate
 
 
 def test_the_flag_turns_it_off(launches: list[str]) -> None:

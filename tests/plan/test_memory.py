@@ -1,4 +1,4 @@
-"""The plan's bytes are those of real runs: buffers and optimizer to the byte, what autograd saves within 5 %."""
+"""The plan's bytes are those of real runs: buffers and optimizer to the byte, what autograd keeps within 1 %."""
 
 import pytest
 
@@ -16,7 +16,12 @@ SHARED = "--moe-shared-expert-intermediate-size 40 "
 GATED = MODEL + UNTIED + "--gate-preset sdpa-elementwise "
 MIXED = GATED + EXPERTS + SHARED
 TENSOR = "--tensor-model-parallel-size 2 --sequence-parallel "
+YARN = (
+    "--position-embedding-type yarn --rotary-scaling-factor 4 --yarn-original-max-position-embeddings 16 --mscale 1.0 "
+    "--max-position-embeddings 64 "
+)
 SELECTIVE = "--recompute-granularity selective --recompute-modules "
+OWN = "--gate-precision bf16 "
 FULL = "--recompute-granularity full --recompute-method "
 
 STATIC = [
@@ -36,6 +41,13 @@ STATIC = [
 SAVED_ON_ONE_RANK = [
     *(MODEL + UNTIED + f"--gate-preset {preset}" for preset in (*PRESETS, *SWITCH_HEAD_PRESETS)),
     MODEL + SELECTIVE + "gate --gate-preset switch-head-v-8-top-2",
+    *(MODEL + SELECTIVE + f"gate --gate-preset {name}-elementwise" for name in ("query", "output")),
+    *(
+        MODEL + flags + "--gate-preset sdpa-elementwise-shared"
+        for flags in (SELECTIVE + "gate ", OWN, OWN + SELECTIVE + "gate ")
+    ),
+    MODEL + OWN + "--gate-preset sdpa-elementwise-silu",
+    GATED + YARN,
     MODEL.replace("--bf16 ", "") + "--gate-preset sdpa-elementwise-silu",
     MIXED + "--moe-z-loss-coeff 1e-3 --moe-shared-expert-gate",
     MIXED + "--normalization LayerNorm",
@@ -52,7 +64,8 @@ SAVED_ON_TWO_RANKS = [
     MODEL + "--tensor-model-parallel-size 2 --gate-preset sdpa-headwise",
     MIXED.replace("--num-query-groups 4", "--num-query-groups 1") + TENSOR,
 ]
-TOLERANCE = 0.05
+TOLERANCE, TOLERANCE_OF_FULL = 0.01, 0.05
+"""The latter with full recomputation, which keeps the state of random numbers too: much, beside so small a model."""
 
 
 @pytest.mark.parametrize(("ranks", "flags"), STATIC)
@@ -65,7 +78,7 @@ def test_static_memory_to_the_byte(ranks: int, flags: str) -> None:
 def test_saved_activations_on_one_rank() -> None:
     results = run_distributed(all_saved_bytes, 1, SAVED_ON_ONE_RANK, timeout=280)[0]
     for flags, (measured, planned) in zip(SAVED_ON_ONE_RANK, results, strict=True):
-        assert planned == pytest.approx(measured, rel=TOLERANCE), flags
+        assert planned == pytest.approx(measured, rel=TOLERANCE_OF_FULL if FULL in flags else TOLERANCE), flags
 
 
 @pytest.mark.parametrize("flags", SAVED_ON_TWO_RANKS)
