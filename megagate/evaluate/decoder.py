@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megagate.evaluate.layout import whole_vocabulary
 from megagate.evaluate.load import LoadedModel
 from megagate.evaluate.masks import document_numbers, forbidden_keys
+from megagate.evaluate.vocabulary import whole_vocabulary
 from megagate.model.pattern import DELTA_NET
 
 

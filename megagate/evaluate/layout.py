@@ -131,14 +131,6 @@ def _ranks() -> dict[str, int]:
     return {name: int(os.environ.get(name.upper(), default)) for name, default in RANKS.items()}
 
 
-def whole_vocabulary(logits: Tensor) -> Tensor:
-    """Return logits [..., v] of all tokens, the same on all tensor-parallel ranks, of each rank's part of them."""
-    from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
-
-    whole: Tensor = gather_from_tensor_model_parallel_region(logits)
-    return whole
-
-
 def of_first_rank(tokens: Tensor) -> Tensor:
     """Return the tokens [b] that the first rank has chosen, on all that decode in step.
 

@@ -26,6 +26,7 @@ from megagate.data.tokenizer import add_tokenizer_arguments, build_tokenizer, qu
 from megagate.errors import UserError
 from megagate.evaluate.extension import Extension
 from megagate.evaluate.layout import Layout
+from megagate.evaluate.vocabulary import leave_out_padding
 from megagate.model.pattern import as_hybrid
 from megagate.platform import cpu, on_cpu
 
@@ -90,7 +91,8 @@ class LoadedModel:
     """A model in evaluation mode, and where it comes from."""
 
     model: torch.nn.Module
-    """Megatron's HybridModel, in the dtype of training (wrapped by Float16Module for bf16 and fp16)."""
+    """Megatron's HybridModel, in the dtype of training (wrapped by Float16Module for bf16 and fp16), which gives no
+    probability to the rows that pad its vocabulary."""
     args: argparse.Namespace
     """The run's arguments, changed to the ranks of this evaluation and no training."""
     checkpoint: Path
@@ -262,6 +264,7 @@ def _build_and_load(args: argparse.Namespace) -> tuple[torch.nn.Module, int]:
     for name, parameter in models[0].named_parameters():
         if parameter.isnan().any():
             raise UserError(f"the checkpoint in {args.load} has no values, or NaN, for {name}")
+    leave_out_padding(models[0], args)
     return models[0].eval().requires_grad_(False), iteration
 
 

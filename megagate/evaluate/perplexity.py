@@ -9,8 +9,8 @@ Definitions. `megagate.evaluate.documents` says which tokens are predicted from 
 end-of-document tokens too, whatever the run masked in training.
 
 - loss: mean over the predicted tokens of -ln p(token | the tokens before it in the window), in nats per token;
-  over several datasets, the mean over all their tokens. Under --reset-attention-mask: the tokens of its document. As in
-  training p is over all rows of the vocabulary, those that pad it too, which an export lacks.
+  over several datasets, the mean over all their tokens. Under --reset-attention-mask: the tokens of its document. The
+  rows that pad the vocabulary have no probability, other than in training, whose validation loss counts them.
 - perplexity: exp(loss).
 - bits per byte: the sum of the losses, in bits, divided by the UTF-8 bytes of the whole text. Perplexity per byte: 2 to
   the power of it.

@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
-from megagate.evaluate.layout import whole_vocabulary
 from megagate.evaluate.load import LoadedModel
 from megagate.evaluate.masks import document_mask
+from megagate.evaluate.vocabulary import whole_vocabulary
 
 Pair = tuple[Sequence[int], Sequence[int]]
 """Tokens, and those that follow them."""
@@ -17,8 +17,6 @@ def continuation_scores(
     loaded: LoadedModel, pairs: Sequence[Pair], *, micro_batch_size: int = 8, end_of_document: int | None = None
 ) -> Iterator[tuple[int, float, bool]]:
     """Yield, as they are computed, the number of a pair, ln p(second | first), and whether greedy decoding gives it.
-
-    The probabilities are those over the tokens of the vocabulary, without the rows that pad it.
 
     Args:
         loaded: the model.
@@ -63,7 +61,7 @@ def _scores(
         logits = loaded.model(inputs, positions, mask)
     finally:
         hook.remove()
-    logits = whole_vocabulary(logits[0])[:, : loaded.args.tokenizer_vocab_size].float()  # [scored tokens, v]
+    logits = whole_vocabulary(logits[0]).float()  # [scored tokens, v]
     labels = torch.tensor([token for row, count in zip(rows, counts, strict=True) for token in row[-count:]])
     labels = labels.to(logits.device)
     chosen = logits.log_softmax(-1).gather(-1, labels[:, None])[:, 0].double()

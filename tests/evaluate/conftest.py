@@ -13,15 +13,16 @@ LAYOUTS = {
     "pipeline": (2, "--pipeline-model-parallel-size 2"),
     "bf16": (1, "--bf16"),
     "documents-apart": (1, "--reset-attention-mask --null-tokenizer-eod-id 3"),
-    "headwise": (1, "--gate-preset sdpa-headwise"),
+    "headwise": (1, "--gate-preset sdpa-headwise --make-vocab-size-divisible-by 96"),
     "delta-net": (
         2,
         "--pipeline-model-parallel-size 2 --hybrid-layer-pattern GE|*E --linear-num-key-heads 2 "
         "--linear-num-value-heads 4 --linear-key-head-dim 8 --linear-value-head-dim 8",
     ),
-    "baseline": (1, "--gate-preset baseline"),
+    "baseline": (1, "--gate-preset baseline --make-vocab-size-divisible-by 128"),
 }
-"""Name -> ranks, and flags beside those of `runs`; the gate is elementwise unless they say otherwise."""
+"""Name -> ranks, and flags beside those of `runs`; unless they say otherwise, the gate is elementwise, and the
+vocabulary not padded."""
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,7 @@ RUN = (
     f"--seq-length {SEQ_LENGTH} --max-position-embeddings {SEQ_LENGTH} --micro-batch-size 2 --global-batch-size 4 "
     "--train-iters 6 --lr 2e-2 --lr-decay-style constant --tokenizer-type NullTokenizer "
     f"--vocab-size {VOCABULARY} --num-workers 0 --eval-iters 2 --eval-interval 1000 --save-interval 1000 "
-    "--use-distributed-optimizer --make-vocab-size-divisible-by 128 --init-method-std 0.2"
+    "--use-distributed-optimizer --make-vocab-size-divisible-by 64 --init-method-std 0.2"
 ).split()
 
 
@@ -101,7 +101,7 @@ def strided(folder: Path, stream: np.ndarray, stride: int) -> float:
             # The first window whose labels reach this one.
             begin = -(-max(0, label - SEQ_LENGTH) // stride) * stride
             inputs = torch.tensor([stream[begin:label].astype(np.int64)])
-            logits = loaded.model(inputs, torch.arange(inputs.shape[1])[None], None)[0, -1].double()
+            logits = loaded.model(inputs, torch.arange(inputs.shape[1])[None], None)[0, -1, :VOCABULARY].double()
             total -= float(torch.log_softmax(logits, dim=-1)[stream[label]])
     return total
 
@@ -126,7 +126,7 @@ def recompute(folder: Path, documents: list[np.ndarray]) -> dict:
         for start in range(0, len(stream) - 1, SEQ_LENGTH):
             inputs = stream[start : start + SEQ_LENGTH][: len(stream) - 1 - start]
             positions = torch.arange(len(inputs))[None]
-            logits = loaded.model(torch.tensor([inputs]), positions, None)[0].double()
+            logits = loaded.model(torch.tensor([inputs]), positions, None)[0, :, :VOCABULARY].double()
             for position in range(len(inputs)):
                 label = stream[start + position + 1]
                 total -= float(torch.log_softmax(logits[position], dim=-1)[label])
