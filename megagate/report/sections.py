@@ -1,6 +1,5 @@
 """Which figures the page has, from which tags, and the definitions in their captions."""
 
-import re
 from collections.abc import Sequence
 
 import numpy as np
@@ -8,7 +7,7 @@ import numpy as np
 from megagate.report import figures, spikes
 from megagate.report.builder import Builder, Section
 from megagate.report.runs import Run, Series
-from megagate.report.tables import FIRST_TOKEN, FLOOR, LOSS, VALIDATION, Table, number, tokens_per_second
+from megagate.report.tables import FIRST_TOKEN, FLOOR, LOSS, Table, number, tokens_per_second, validation_losses
 
 FIGURES = (
     "loss validation gradients gate gate-by-layer gate-histogram gate-heads attention attention-by-layer activations "
@@ -50,11 +49,10 @@ def _loss(b: Builder) -> Section:
     panel.marks = {name: spikes.find_spikes(y, b.spike_deviations) for name, (_, y) in panel.curves.items()}
     caption = f"Triangles: loss spikes. {figures.SMOOTHING} "
     b.curves(section, "loss", "Training loss", caption + spikes.definition(b.spike_deviations), [panel])
-    tags = dict.fromkeys(tag for run in b.runs for tag in run.scalars if re.match(VALIDATION + "(?!.* ppl$)", tag))
     caption = (
         "Mean over the validation batches. The test set, which Megatron logs at the end as validation, is left out."
     )
-    panels = [b.panel(f"{tag.replace(VALIDATION, 'validation loss')} (nats per token)", tag) for tag in tags]
+    panels = [b.panel(f"{name} (nats per token)", tag) for name, tag in validation_losses(b.runs).items()]
     b.curves(section, "validation", "Validation loss", caption, panels)
     return section
 

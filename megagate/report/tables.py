@@ -1,7 +1,8 @@
 """The page's tables: what came of each run, and in which flags the runs differ."""
 
 import argparse
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -12,7 +13,7 @@ from megagate.errors import UserError
 from megagate.report.runs import Run, Series
 from megagate.report.spikes import find_spikes
 
-LOSS, VALIDATION = "lm loss", "lm loss validation"
+LOSS, VALIDATION, PERPLEXITY = "lm loss", "lm loss validation", " ppl"
 FIRST_TOKEN, FLOOR = "attention/first-token-share", "attention/first-token-share-uniform"
 GATE_SCORE, LARGEST_ACTIVATION = "gate/mean-score", "activation/max"
 TOKENS_PER_SECOND = "throughput/tokens-per-second"
@@ -89,9 +90,20 @@ def gate_of(run: Run) -> str:
         return str(given.get("gate_preset", NOTHING))
 
 
+def validation_losses(runs: Sequence[Run]) -> dict[str, str]:
+    """Return the tags of the validation losses of any run by what they are called, which is with the set's name."""
+    tags = dict.fromkeys(tag for run in runs for tag in run.scalars if re.fullmatch(f"{VALIDATION}(-.*)?", tag))
+    return {
+        f"validation loss{tag.removeprefix(VALIDATION).replace('-', ' of ', 1)}": tag
+        for tag in tags
+        if not tag.endswith(PERPLEXITY)
+    }
+
+
 def summary(runs: Sequence[Run], spike_deviations: float) -> Table:
     """Return the table that can be read without the figures, a column for each run."""
-    columns = [_summary(run, spike_deviations) for run in runs]
+    losses = validation_losses(runs) or {"validation loss": VALIDATION}
+    columns = [_summary(run, losses, spike_deviations) for run in runs]
     rows = [[name, *(column[name] for column in columns)] for name in columns[0]]
     caption = (
         f"Losses in nats per token. Final loss, share of the first token, gate score and largest activation are means "
@@ -100,7 +112,7 @@ def summary(runs: Sequence[Run], spike_deviations: float) -> Table:
     return Table(caption, ["", *(run.name for run in runs)], rows)
 
 
-def _summary(run: Run, spike_deviations: float) -> dict[str, str]:
+def _summary(run: Run, validation: Mapping[str, str], spike_deviations: float) -> dict[str, str]:
     loss, speed = run.scalars.get(LOSS), tokens_per_second(run)
     spikes = NOTHING
     if loss is not None:
@@ -113,7 +125,7 @@ def _summary(run: Run, spike_deviations: float) -> dict[str, str]:
         "iterations": f"{max(int(series.steps[-1]) for series in run.scalars.values()):,}",
         "tokens": f"{run.tokens.values[-1]:,.0f}" if run.tokens is not None else NOTHING,
         "final training loss": number(final(loss)),
-        "best validation loss": _best(run.scalars.get(VALIDATION)),
+        **{f"best {name}": _best(run.scalars.get(tag)) for name, tag in validation.items()},
         "loss spikes": spikes,
         "attention on the first token": number(share, 3) + (f" (uniform: {number(floor, 3)})" if floor else ""),
         "mean gate score": number(final(run.scalars.get(GATE_SCORE)), 3),

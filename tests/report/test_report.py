@@ -7,12 +7,14 @@ import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
 
 from megagate.errors import UserError
 from megagate.gate import PRESETS
+from megagate.report import figures
 from megagate.report.command import PAGE, main
 from megagate.report.runs import Run
 from megagate.report.sections import FIGURES
@@ -161,6 +163,30 @@ def test_the_same_run_gives_the_same_page(tmp_path: Path) -> None:
         report(tmp_path / output, run)
     for name in (PAGE, "loss.png"):
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
+
+
+def test_each_validation_set_has_a_curve_and_a_row(tmp_path: Path) -> None:
+    """A run has several named sets, or one without a name; perplexities, which Megatron can log too, are left out."""
+    losses = {"validation-books": 3.0, "validation-books ppl": 20.0, "validation-code-2": 2.0}
+    for name, logged in {"several": losses, "single": {"validation": 4.0}}.items():
+        writer = Writer(tmp_path / name, ARGUMENTS)
+        writer.steps("lm loss", np.ones(20))
+        for tag, loss in logged.items():
+            writer.both(f"lm loss {tag}", loss, 10, 10 * BATCH)
+            writer.both(f"lm loss {tag}", loss - 1, 20, 20 * BATCH)
+        writer.close()
+    with mock.patch.object(figures, "curves", wraps=figures.curves) as drawn:
+        page = report(tmp_path / "report", tmp_path / "several", tmp_path / "single")
+    (panels,) = [call.args[0] for call in drawn.call_args_list if "validation" in call.args[0][0].title]
+    found = {panel.title: {name: list(y) for name, (_, y) in panel.curves.items()} for panel in panels}
+    assert found == {
+        "validation loss of books (nats per token)": {"several": [3.0, 2.0]},
+        "validation loss of code-2 (nats per token)": {"several": [2.0, 1.0]},
+        "validation loss (nats per token)": {"single": [4.0, 3.0]},
+    }
+    assert page.row("best validation loss of books") == ["2.000 at iteration 20", "-"]
+    assert page.row("best validation loss") == ["-", "3.000 at iteration 20"]
+    assert not [row for row in page.rows if "ppl" in row[0]]
 
 
 def test_missing_tags_are_said_and_old_figures_go(tmp_path: Path) -> None:
