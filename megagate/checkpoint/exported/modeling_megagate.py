@@ -108,7 +108,14 @@ class MegagateConfig(PreTrainedConfig):
     linear_conv_kernel_dim: int = 4
 
     def __post_init__(self, **kwargs: Any) -> None:
-        self.gate = GATE | self.gate
+        self.gate = {axis: values[0] for axis, values in GATE.items()} | self.gate
+        chosen = {name: getattr(self, name) for name in CHOICES}
+        chosen |= {axis: value for axis, value in self.gate.items() if axis != "row_alignment"}
+        for name, value in chosen.items():
+            if value not in (CHOICES | GATE).get(name, ()):
+                raise ValueError(f"{name} {value!r} is not known to modeling_megagate.py")
+        if "".join(self.blocks) != self.hybrid_layer_pattern:
+            raise ValueError(f"hybrid_layer_pattern {self.hybrid_layer_pattern!r} has letters other than *, G, - and E")
         self.num_hidden_layers = len(self.blocks)
         self.layer_types = [self._layer_type(index, block) for index, block in enumerate(self.blocks)]
         super().__post_init__(**kwargs)
@@ -129,22 +136,29 @@ class MegagateConfig(PreTrainedConfig):
 # ---------------------------------------------------------------------------------------------------------------------
 # The gate: Y * act(X W) or Y + act(X W), with X the block's normalised input
 
-GATE: dict[str, Any] = {
-    # Which tensor is gated: none, sdpa (each head's attention output), value, key or query (the heads after their
-    # projection, before QK-norm and rotary embedding), output (the output projection's result).
-    "position": "none",
-    "granularity": "elementwise",  # one score per channel; or headwise: one per head
-    "sharing": "head-specific",  # or head-shared: every head is given the mean of the scores over heads
-    "combine": "multiply",  # or add
-    "activation": "sigmoid",  # or silu, ns-sigmoid, identity
-    "input": "hidden",  # the logits are X W; or constant: a parameter
+GATE: dict[str, tuple[Any, ...]] = {
+    # Which tensor is gated: sdpa is each head's attention output; value, key or query the heads after their projection,
+    # before QK-norm and rotary embedding; output the output projection's result.
+    "position": ("none", "sdpa", "value", "key", "query", "output"),
+    "granularity": ("elementwise", "headwise"),  # one score per channel, or one per head
+    "sharing": ("head-specific", "head-shared"),  # in the latter every head is given the mean of the scores over heads
+    "combine": ("multiply", "add"),
+    "activation": ("sigmoid", "silu", "ns-sigmoid", "identity"),
+    "input": ("hidden", "constant"),  # the logits are X W, or a parameter
     # Baselines without a gate, both on each head's attention output.
-    "sdpa_output_norm": False,  # RMSNorm of each head, with a weight for each head and channel
-    "sdpa_output_activation": "none",  # or silu
-    # Of headwise gates in the trainer's layout of weights; without meaning here.
-    "row_alignment": 16,
+    "sdpa_output_norm": (False, True),  # RMSNorm of each head, with a weight for each head and channel
+    "sdpa_output_activation": ("none", "silu"),
+    # Of headwise gates in the trainer's layout of weights; without meaning here, and any number.
+    "row_alignment": (16,),
 }
-"""The axes of a gate, with their defaults."""
+"""The axes of a gate and their values, the default first."""
+
+CHOICES = {
+    "norm": ("RMSNorm", "LayerNorm"),
+    "position_embedding": ("rope", "learned", "none"),
+    "router_score_function": ("softmax", "sigmoid", "sqrtsoftplus"),
+}
+"""Values of other keys of the config."""
 
 ACTIVATIONS: dict[str, Any] = {
     "sigmoid": torch.sigmoid,
@@ -338,7 +352,7 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Normalise [..., *shape]."""
         scaled = wide(x) * torch.rsqrt(wide(x).square().mean(dim=-1, keepdim=True) + self.eps)
-        return (scaled * (self.weight + self.offset)).to(x.dtype)
+        return (scaled * (wide(self.weight) + self.offset)).to(x.dtype)  # bf16 has no digits for 1 + a small weight
 
 
 class LayerNorm(nn.LayerNorm):
@@ -350,7 +364,8 @@ class LayerNorm(nn.LayerNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise [..., size]."""
-        return F.layer_norm(x, self.normalized_shape, self.weight + self.offset, self.bias, self.eps)
+        weight, bias = wide(self.weight) + self.offset, wide(self.bias)
+        return F.layer_norm(wide(x), self.normalized_shape, weight, bias, self.eps).to(x.dtype)
 
 
 def make_norm(config: MegagateConfig, size: int, zero_centered: bool | None = None) -> nn.Module:
@@ -403,7 +418,8 @@ class Router(nn.Module):
         config = self.config
         dtype = x.dtype if config.router_dtype is None else getattr(torch, config.router_dtype)
         bias = None if self.bias is None else self.bias.to(dtype)
-        logits = F.linear(x.to(dtype), self.weight.to(dtype), bias)  # [n, experts]
+        with torch.autocast(x.device.type, enabled=False):  # the choice of experts keeps its precision
+            logits = F.linear(x.to(dtype), self.weight.to(dtype), bias)  # [n, experts]
         scores = wide(logits)
         if config.router_score_function == "softmax":
             if config.router_softmax_before_topk:

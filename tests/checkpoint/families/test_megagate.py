@@ -297,6 +297,21 @@ def test_generation(export: Export, name: str) -> None:
     assert torch.equal(model.generate(padded, attention_mask=mask, **settings)[:, 3:], tokens)
 
 
+@pytest.mark.parametrize("name", ["some windows", "delta net"])
+@torch.no_grad()
+def test_speculation_is_exact_or_refused(export: Export, name: str) -> None:
+    """Rejected tokens leave the cache, which that of a recurrence cannot do."""
+    model = export(name).load()
+    prompt = TOKENS[:1, :6].repeat(1, 2)  # whose repetitions are what is speculated on
+    settings = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    if name == "delta net":
+        with pytest.raises(ValueError, match="requires a cache that can be cropped"):
+            model.generate(prompt, prompt_lookup_num_tokens=3, **settings)
+        return
+    found = model.generate(prompt, prompt_lookup_num_tokens=3, **settings)
+    assert torch.equal(found, model.generate(prompt, **settings))
+
+
 @pytest.mark.parametrize("name", ["value-elementwise", "some windows", "delta net"])
 @torch.no_grad()
 def test_attention_implementations(export: Export, name: str) -> None:
@@ -438,7 +453,7 @@ def test_every_gate_is_the_reference(export: Export) -> None:
             num_key_value_heads=groups,
             head_dim=channels,
             qk_norm=True,
-            gate=json.loads(json.dumps(asdict(gate))),
+            gate={axis: value for axis, value in json.loads(json.dumps(asdict(gate))).items() if axis in file.GATE},
             rope_parameters={"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.7},
         )
         config._attn_implementation = "sdpa"
@@ -473,8 +488,59 @@ def test_every_gate_is_the_reference(export: Export) -> None:
         assert_close(actual.transpose(0, 1), expected, 1e-6)
 
 
+@torch.no_grad()
+def test_norms_in_bf16_are_the_trainers() -> None:
+    """Bit for bit: 1 is added to a weight in fp32, since bf16 would round a small one away."""
+    from megagate.model.backends.norm import build_norm
+
+    file = modeling()
+    x, weights = torch.randn(4, 64).bfloat16(), {"weight": torch.randn(64) / 20, "bias": torch.randn(64)}
+    for kind, zero_centered in itertools.product(("RMSNorm", "LayerNorm"), (False, True)):
+        config = argparse.Namespace(
+            normalization=kind,
+            layernorm_zero_centered_gamma=zero_centered,
+            params_dtype=torch.bfloat16,
+            use_cpu_initialization=True,
+            sequence_parallel=False,
+        )
+        norms = build_norm(config, 64, 1e-5), file.make_norm(file.MegagateConfig(norm=kind), 64, zero_centered)
+        for norm in norms:
+            norm.bfloat16().load_state_dict({name: weights[name] for name in norm.state_dict()})
+        trainers, ours = (norm(x) for norm in norms)
+        assert torch.equal(ours, trainers), (kind, zero_centered)
+
+
+@torch.no_grad()
+def test_the_choice_of_experts_keeps_its_precision_under_autocast() -> None:
+    file = modeling()
+    router = file.Router(file.MegagateConfig(num_experts=16))
+    router.weight.copy_(torch.randn(router.weight.shape))
+    x = torch.randn(50, router.weight.shape[1])
+    weights, chosen = router(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        narrow_weights, narrow_chosen = router(x)
+    assert torch.equal(narrow_chosen, chosen) and torch.equal(narrow_weights, weights)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Refusals
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"gate": {"position": "spda"}},
+        {"gate": {"granularty": "headwise"}},
+        {"hybrid_layer_pattern": "*-M-"},
+        {"position_embedding": "alibi"},
+        {"router_score_function": "tanh"},
+    ],
+    ids=str,
+)
+def test_the_file_refuses_what_it_does_not_know(changed: dict[str, Any]) -> None:
+    """It would be ignored otherwise, and the logits be other ones without a word."""
+    with pytest.raises(ValueError, match=r"is not known to modeling_megagate\.py|letters other than"):
+        modeling().MegagateConfig(**changed)
 
 
 @pytest.mark.parametrize(
