@@ -56,13 +56,14 @@ def build_parser() -> argparse.ArgumentParser:
         "--same-step",
         type=at_least(1, int),
         default=policy.same_step,
-        help="failures in a row at one step after which to give up",
+        help="failures in a row at one step after which to give up; one more after many elsewhere",
     )
     run.add_argument(
         "--without-progress",
         type=at_least(1, int),
         default=policy.without_progress,
-        help="failures in a row without a new checkpoint after which to give up",
+        help="failures in a row without a new checkpoint after which to give up; thrice as many if machines are at "
+        "fault and Slurm has others",
     )
     run.add_argument(
         "--back-off",

@@ -30,6 +30,9 @@ class Kind(StrEnum):
     KILLED = "killed"
     """A rank died of a signal."""
     DEVICE = "device"
+    """A GPU is broken."""
+    CUDA = "CUDA error"
+    """A GPU's fault, or the program's: the log does not say."""
     NODE = "node"
     """Slurm reports a failed node."""
     PREFLIGHT = "preflight"
@@ -47,9 +50,13 @@ PATTERNS: tuple[tuple[Kind, re.Pattern[str]], ...] = (
     (
         Kind.DEVICE,
         re.compile(
-            r"uncorrectable (NVLink|ECC)|ECC error|fallen off the bus|\bXid\b|No CUDA GPUs|CUDA driver initialization "
-            r"failed|CUDA error: (an illegal|unspecified|unknown|hardware|misaligned|uncorrectable|initialization)"
+            r"uncorrectable (NVLink|ECC)|ECC error|fallen off the bus|No CUDA GPUs|CUDA driver initialization failed"
+            r"|CUDA error: uncorrectable"
         ),
+    ),
+    (
+        Kind.CUDA,
+        re.compile(r"\bXid\b|CUDA error: (an illegal|unspecified|unknown|hardware|misaligned|initialization)"),
     ),
 )
 """Lines of the log that say more than the exit code does."""
@@ -107,20 +114,28 @@ class Policy:
     can_requeue: bool = False
     """Slurm can give the job other nodes."""
     same_step: int = 3
-    """Give up after this many failures in a row at one step."""
+    """Give up after this many failures in a row at one step; after one more in a run that has had `MANY`."""
     without_progress: int = 10
-    """Give up after this many failures in a row without a new checkpoint between them."""
+    """Give up after this many failures in a row without a new checkpoint between them. Those of machines, where Slurm
+    has others, do not count, up to `PATIENCE` times as many failures."""
     back_off: float = 10.0
     """Seconds before the second restart in a row without a new checkpoint; doubled for each further one."""
     longest_wait: float = 600.0
 
+
+MANY = 30
+"""Failures after which one more at a step is asked for: of hundreds, three meet by chance, mostly at a save."""
+PATIENCE = 3
+"""Times `without_progress`: faults of machines strike at random, but not for ever."""
 
 LOADING_WAITS = 12
 """Times the back-off between the first and the second try to load a checkpoint: two minutes."""
 
 ENDS = (Kind.FINISHED, Kind.STOPPED, Kind.ASKED)
 NOT_COUNTED = (Kind.NODE, Kind.LOST, Kind.PREFLIGHT)
-"""Faults of machines, which say nothing about the step."""
+"""What says nothing about the step."""
+REPLACED = (Kind.DEVICE, Kind.CUDA, Kind.NODE, Kind.LOST, Kind.PREFLIGHT)
+"""Faults of machines; Slurm gives the job others."""
 
 
 def decide(attempts: Sequence[Attempt], policy: Policy) -> Decision:
@@ -135,12 +150,13 @@ def decide(attempts: Sequence[Attempt], policy: Policy) -> Decision:
     if last.kind is Kind.USER_ERROR:
         return Decision(Action.GIVE_UP, "a mistake in what the run was given does not mend itself", EXIT_USER_ERROR)
     failures = _last_failures(attempts)
-    counted = [attempt for attempt in failures if attempt.kind not in NOT_COUNTED and _says_something(attempt)]
-    at_step = [attempt for attempt in counted[-policy.same_step :] if attempt.step == last.step]
+    counted = [attempt for attempt in failures if _says_something(attempt, policy)]
+    same_step = policy.same_step + (sum(attempt.kind not in ENDS for attempt in attempts) > MANY)
+    at_step = [attempt for attempt in counted[-same_step:] if attempt.step == last.step]
     if last.kind is Kind.SPIKE:  # its own limit: the batches at fault are skipped from now on
         return _unless_stuck(Decision(Action.RESTART, "the batches at fault are skipped"), failures, policy)
-    if last in counted and len(at_step) == policy.same_step:
-        reason = f"{policy.same_step} failures in a row at step {last.step}: it would fail there again"
+    if last in counted and len(at_step) == same_step:
+        reason = f"{same_step} failures in a row at step {last.step}: it would fail there again"
         return Decision(Action.GIVE_UP, reason, EXIT_GAVE_UP)
     wait = min(policy.longest_wait, policy.back_off * 2 ** min(len(failures) - 2, 30)) if len(failures) > 1 else 0.0
     if last.kind is Kind.LOADING:  # storage that is away for a moment must not cost a good checkpoint
@@ -150,8 +166,8 @@ def decide(attempts: Sequence[Attempt], policy: Policy) -> Decision:
         return _unless_stuck(Decision(Action.ROLL_BACK, "the checkpoint failed twice to load"), failures, policy)
     on_host = [attempt for attempt in attempts[-5:] if last.host and attempt.host == last.host]
     again = len([attempt for attempt in on_host if attempt.kind not in ENDS]) > 1
-    nowhere = last.kind is Kind.PREFLIGHT and last.host is None  # what most nodes have is no fault of theirs
-    at_fault = last.kind in (Kind.DEVICE, Kind.NODE, Kind.PREFLIGHT) or again
+    nowhere = last.kind is Kind.PREFLIGHT and last.host is None
+    at_fault = last.kind in (Kind.DEVICE, Kind.CUDA, Kind.NODE, Kind.PREFLIGHT) or again
     if at_fault and not nowhere and policy.can_requeue:
         exclude = (last.host,) if last.host else ()
         reason = f"the node {last.host} is at fault" if last.host else "a node is at fault"
@@ -159,9 +175,16 @@ def decide(attempts: Sequence[Attempt], policy: Policy) -> Decision:
     return _unless_stuck(Decision(Action.RESTART, "it may pass", wait=wait), failures, policy)
 
 
-def _says_something(attempt: Attempt) -> bool:
+def _says_something(attempt: Attempt, policy: Policy) -> bool:
     """Whether a failure tells of its step: a run that has trained and does not start has trouble around it."""
-    return attempt.began or not attempt.saved
+    replaced = attempt.kind is Kind.DEVICE and policy.can_requeue
+    return attempt.kind not in NOT_COUNTED and not replaced and (attempt.began or not attempt.saved)
+
+
+def _of_a_machine(attempt: Attempt, policy: Policy) -> bool:
+    """Whether a failure is one of a machine that Slurm replaces, so that the next attempt may do better."""
+    nowhere = attempt.kind is Kind.PREFLIGHT and attempt.host is None  # what most nodes have is no fault of theirs
+    return policy.can_requeue and attempt.kind in REPLACED and not nowhere
 
 
 def _after_stop(attempts: Sequence[Attempt], policy: Policy) -> Decision:
@@ -188,7 +211,8 @@ def _last_failures(attempts: Sequence[Attempt]) -> list[Attempt]:
 
 
 def _unless_stuck(decision: Decision, failures: Sequence[Attempt], policy: Policy) -> Decision:
-    if len(failures) < policy.without_progress:
+    own = [attempt for attempt in failures if not _of_a_machine(attempt, policy)]
+    if len(own) < policy.without_progress and len(failures) < PATIENCE * policy.without_progress:
         return decision
-    reason = f"{len(failures)} failures in a row without a new checkpoint"
+    reason = f"{len(failures)} failures in a row without a new checkpoint: it fails more often than it saves"
     return Decision(Action.GIVE_UP, reason, EXIT_GAVE_UP)

@@ -19,16 +19,17 @@ from megagate.errors import UserError
 from megagate.supervise.decide import Action, Attempt, Kind, Policy, decide
 
 KINDS: tuple[tuple[Kind, float], ...] = (
-    (Kind.DEVICE, 0.587),  # GPU, its memory, NVLink
+    (Kind.CUDA, 0.301),  # faulty GPU: the log may not tell it from a fault of the program
+    (Kind.DEVICE, 0.286),  # a GPU's memory, its processor, its heat, silent corruption
     (Kind.NODE, 0.131),  # host maintenance, other hardware of the host
     (Kind.HANG, 0.017),  # watchdog time-outs
     (Kind.FAILED, 0.265),  # software, network, storage
 )
 """How an interruption looks to the supervisor, and its share."""
 
-ON_A_NODE = (Kind.DEVICE, Kind.NODE)
-REMEMBERED = 20
-"""Attempts that the decisions look back on."""
+ON_A_NODE = (Kind.CUDA, Kind.DEVICE, Kind.NODE)
+REMEMBERED = 100
+"""Attempts that the decisions look back on; the supervisor's look back on all."""
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,8 @@ def failed(step: int, saved: int = 0, kind: Kind = Kind.FAILED, host: str | None
         (Attempt(Kind.NODE), SLURM, Action.REQUEUE, 0),
         (Attempt(Kind.PREFLIGHT, host="n1"), SLURM, Action.REQUEUE, 0),
         (Attempt(Kind.DEVICE, host="n1"), LOCAL, Action.RESTART, 0),
+        (Attempt(Kind.CUDA, host="n1"), SLURM, Action.REQUEUE, 0),
+        (Attempt(Kind.CUDA, host="n1"), LOCAL, Action.RESTART, 0),
         (Attempt(Kind.SPIKE), SLURM, Action.RESTART, 0),
     ],
 )
@@ -61,8 +63,22 @@ def test_an_end_that_was_wanted_begins_anew() -> None:
 
 
 def test_faults_of_machines_do_not_count_for_the_step() -> None:
-    attempts = [failed(537, 500, kind=Kind.NODE)] * 5
-    assert decide(attempts, SLURM).action is Action.REQUEUE
+    for kind in (Kind.NODE, Kind.DEVICE):
+        assert decide([failed(537, 500, kind=kind)] * 5, SLURM).action is Action.REQUEUE
+    assert decide([failed(537, 500, kind=Kind.DEVICE)] * 3, LOCAL).action is Action.GIVE_UP  # there is no other GPU
+    assert decide([failed(537, 500, kind=Kind.CUDA)] * 3, SLURM).action is Action.GIVE_UP  # it may be the program's
+
+
+def test_one_more_at_a_step_after_many_failures() -> None:
+    """Of hundreds three meet at one step by chance."""
+    generator = random.Random(1)
+    earlier = [failed(100 * number + generator.randint(1, 99), 100 * number) for number in range(1, 32)]
+    assert [decide([*earlier, *[failed(9001, 9000)] * count], SLURM).action for count in (3, 4)] == [
+        Action.RESTART,
+        Action.GIVE_UP,
+    ]
+    stays = [Attempt(Kind.STOPPED, step=step, saved=step) for step in range(100)]
+    assert decide([*stays, *[failed(9001, 9000)] * 3], SLURM).action is Action.GIVE_UP
 
 
 def test_without_progress() -> None:
@@ -73,6 +89,23 @@ def test_without_progress() -> None:
     assert decide(attempts, SLURM).action is Action.GIVE_UP
     with_progress = [failed(step, 500 + 100 * (number > 5)) for number, step in enumerate(steps)]
     assert decide(with_progress, SLURM).action is Action.RESTART
+
+
+def test_machines_at_fault_without_progress() -> None:
+    """They strike at random, and a run that comes on between them should live; but not for ever."""
+    generator = random.Random(1)
+    kinds = generator.choices([Kind.DEVICE, Kind.CUDA, Kind.NODE, Kind.LOST], k=30)
+    attempts = [
+        failed(step, 500, kind) for step, kind in zip(generator.sample(range(501, 600), 30), kinds, strict=True)
+    ]
+    assert decide(attempts[:29], SLURM).action in (Action.REQUEUE, Action.RESTART)
+    assert decide(attempts, SLURM).action is Action.GIVE_UP
+    own = [failed(step, 500) for step in range(501, 511)]
+    assert decide([*attempts[:9], *own[:9]], SLURM).action is Action.RESTART
+    assert decide([*attempts[:9], *own], SLURM).action is Action.GIVE_UP
+    assert decide(attempts[:10], LOCAL).action is Action.GIVE_UP
+    most = [failed(500, 500, Kind.PREFLIGHT, began=False)] * 10  # no fault of a node
+    assert decide(most, SLURM).action is Action.GIVE_UP
 
 
 def test_a_node_at_fault_twice_is_left_out() -> None:
@@ -136,6 +169,7 @@ def test_waits_grow_and_end() -> None:
         ("torch.AcceleratorError: CUDA error: uncorrectable ECC error encountered", Kind.DEVICE, None),
         ("RuntimeError: No CUDA GPUs are available", Kind.DEVICE, None),
         ("NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus.", Kind.DEVICE, None),
+        ("torch.AcceleratorError: CUDA error: an illegal memory access was encountered", Kind.CUDA, None),
     ],
 )
 def test_lines_that_name_the_cause(line: str, kind: Kind, host: str | None) -> None:
