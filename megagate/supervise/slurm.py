@@ -76,22 +76,17 @@ def requeue(exclude: Sequence[str] = ()) -> str | None:
         Why the job is not requeued, or None. One that is, but may come to the same nodes, says so in the log.
     """
     number = os.environ["SLURM_JOB_ID"]
-    if not exclude:
-        status, text = _run("scontrol", "requeue", number)
-        return None if status == 0 else text
-    status, text = _run("scontrol", "show", "job", number)
-    before = re.search(r"ExcNodeList=(\S+)", text)
-    listed = [] if before is None or before[1] == "(null)" else [before[1]]
-    # Only a job that waits can be given other nodes, and without the hold it might start on the same ones.
-    status, text = _run("scontrol", "requeuehold", number)
+    before = re.search(r"ExcNodeList=(\S+)", _run("scontrol", "show", "job", number)[1]) if exclude else None
+    status, text = _run("scontrol", "requeue", number)
     if status:
         return text
-    problem = _insist("scontrol", "update", f"JobId={number}", f"ExcNodeList={','.join([*listed, *exclude])}")
-    if problem is not None:
-        say(f"megagate: Slurm does not leave out {','.join(exclude)} ({problem})")
-    problem = _insist("scontrol", "release", number)
-    if problem is not None:
-        say(f"megagate: Slurm holds the job ({problem}): scontrol release {number}")
+    if exclude:
+        # Only a job that does not run can be given other nodes. It cannot start again before this process has ended,
+        # so it need not be held, which would be for ever if this process were killed between hold and release.
+        listed = [] if before is None or before[1] == "(null)" else [before[1]]
+        problem = _insist("scontrol", "update", f"JobId={number}", f"ExcNodeList={','.join([*listed, *exclude])}")
+        if problem is not None:
+            say(f"megagate: Slurm does not leave out {','.join(exclude)} ({problem})")
     return None
 
 

@@ -25,6 +25,7 @@ SCONTROL = """#!/bin/sh
 echo "$@" >> {folder}/asked
 case "$1 $2" in
     "show hostnames") printf 'n1\\nn2\\nn3\\nn4\\n' ;;
+    "show job") echo "JobId=7 JobState=RUNNING ReqNodeList=(null) ExcNodeList=n[8-9]" ;;
     requeue*) exit {requeue} ;;
 esac
 """
@@ -114,6 +115,19 @@ def test_slurm_refuses_to_requeue(
     assert job.run(broken, FINISHED) == 0
     assert [end["kind"] for end in job.ends] == ["device", "finished"]
     assert "going on with the nodes that it has" in capfd.readouterr().out
+
+
+def test_a_node_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Besides those that were; the job is never held, as it would stay if the supervisor died meanwhile."""
+    job = Job(tmp_path, monkeypatch)
+    monkeypatch.setattr(Supervisor, "_wait_for_slurm", lambda self: 75)
+    assert (
+        job.run(FINISHED, checks=("""echo '{"n3": ["GPU 1 does not work"]}' > $MEGAGATE_SUPERVISE/preflight.json""",))
+        == 75
+    )
+    changes = [line for line in job.asked().splitlines() if not line.startswith("show")]
+    assert changes == ["requeue 7", "update JobId=7 ExcNodeList=n[8-9],n3"]
+    assert (job.ends[0]["decision"], job.ends[0]["exclude"]) == ("requeue", ["n3"])
 
 
 def test_what_the_ranks_write_is_not_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
