@@ -11,8 +11,7 @@ from typing import Any
 
 from megagate.errors import UserError
 from megagate.processes import ROOT
-from megagate.supervise.__main__ import build_parser as build_supervisor_parser
-from megagate.supervise.__main__ import words_of
+from megagate.supervise import arguments
 from megagate.supervise.records import write_whole
 from megagate.supervise.slurm import parse_limit
 
@@ -75,7 +74,7 @@ def fill(
         raise UserError(f"--time {args.time} is no time limit: write minutes, hours:minutes:seconds or days-hours")
     if args.warn >= limit:
         raise UserError(f"--warn {args.warn} leaves nothing of --time {args.time} ({limit:.0f} s): make it shorter")
-    build_supervisor_parser().parse_args(["run", *words_of(args.supervisor or "")])
+    arguments.build_parser().parse_args(["run", *arguments.words_of(args.supervisor or "")])
     environments = sorted(path.stem for path in (ROOT / "launch" / "env").glob("*.sh"))
     environment = args.env or ("generic" if args.gpus_per_node else "cpu")
     if environment not in environments:
