@@ -55,6 +55,38 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+def start(
+    command: Sequence[str],
+    variables: Mapping[str, str],
+    *,
+    inherited: Collection[int] = (),
+    own_session: bool = False,
+) -> subprocess.Popen[str]:
+    """Start a program without input, and what it prints in one pipe.
+
+    Args:
+        command: program and arguments.
+        variables: the program's whole environment.
+        inherited: file descriptors that the program keeps open.
+        own_session: signals to this process's group do not reach it.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+    return subprocess.Popen(
+        command,
+        env=variables,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        encoding="utf-8",
+        errors="replace",
+        pass_fds=inherited,
+        start_new_session=own_session,
+    )
+
+
 def run_logged(
     command: Sequence[str],
     log: Path,
@@ -77,18 +109,7 @@ def run_logged(
     with open(log, "a" if on_start else "w", encoding="utf-8") as stream:
         stream.write(f"$ {shlex.join(command)}\n")
         stream.flush()
-        process = subprocess.Popen(
-            command,
-            env=variables,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            text=True,
-            encoding="utf-8",
-            errors="replace",
-            pass_fds=inherited,
-            start_new_session=on_start is not None,
-        )
+        process = start(command, variables, inherited=inherited, own_session=on_start is not None)
         assert process.stdout is not None
         try:
             if on_start is not None:

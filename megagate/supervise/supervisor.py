@@ -17,11 +17,12 @@ from types import FrameType
 from typing import Any
 
 from megagate.errors import EXIT_USER_ERROR, UserError
-from megagate.supervise import preflight, records, slurm
+from megagate.supervise import preflight, ranks, records, slurm
 from megagate.supervise.decide import EXIT_AGAIN, Action, Attempt, Decision, Kind, Policy, decide
 from megagate.supervise.flags import is_given
+from megagate.supervise.log import Log
 from megagate.supervise.records import END_TIME_VARIABLE, History
-from megagate.supervise.watch import END_SECONDS, Log, Watch, send
+from megagate.supervise.watch import END_SECONDS, Watch
 
 TRAINER = "megagate.pretrain"
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -180,24 +181,13 @@ class Supervisor:
         started = time.monotonic()
         start = self.command[: self.command.index(TRAINER)]
         flags = ["--folder", str(self.folder.resolve()), *(self.settings.preflight or ())]
-        try:
-            child = subprocess.Popen(
-                [*start, preflight.__name__, *flags],
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                errors="replace",
-            )
-        except OSError as error:
-            raise UserError(f"cannot start {start[0]}: {error.strerror}; correct the command after --") from error
+        child = ranks.start([*start, preflight.__name__, *flags], environment)
         log = Log(child.stdout)
         late = False
         while child.poll() is None:
             late = time.monotonic() - started > self.settings.preflight_limit
             if late or self._stop is not None:
-                send(child, "KILL")
+                ranks.send(child, "KILL")
                 try:
                     child.wait(END_SECONDS)
                 except subprocess.TimeoutExpired:

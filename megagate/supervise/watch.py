@@ -1,19 +1,19 @@
-"""One attempt from its start to its end: its output, its signals, its hangs, and what they say about its end."""
+"""One attempt from its start to its end: its signals, its time, its hangs, and what it was that ended it."""
 
 import contextlib
 import math
 import re
 import signal
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from megagate.errors import EXIT_USER_ERROR, UserError
-from megagate.supervise import slurm
-from megagate.supervise.decide import PATTERNS, Attempt, Kind
+from megagate.errors import EXIT_USER_ERROR
+from megagate.supervise.decide import Attempt, Kind
+from megagate.supervise.log import Log
+from megagate.supervise.ranks import send, start, where_they_hang
 from megagate.supervise.records import read_outcomes, read_progress, say
 
 POLL = 0.2
@@ -25,77 +25,7 @@ END_SECONDS = 30.0
 """How long ranks that are killed have to end: what they write on other nodes is seen here then, at the latest."""
 UNKILLABLE = 180.0
 """Seconds after which what does not die is left behind: a process that waits for a broken device cannot be killed."""
-NAMED = 8
-"""Ranks that a message names."""
-OTHER_LINES = 400
-"""Lines of an attempt, besides those of the training log, that go to the main log: thousands of ranks may all fail."""
-
-LOG_LINE = re.compile(
-    r"^megagate|\biteration +\d+/|validation loss at|^ ?loading .*checkpoint from|exiting program|^error: "
-    r"|successfully (loaded|saved) checkpoint|saving checkpoint at"
-)
-LAUNCHER = re.compile(r"torch\.distributed\.run|torchrun")
-"""What would end the ranks when it is told to end."""
 FULL_DISK = re.compile(r"No space left on device|Disk quota exceeded")
-ROOT_CAUSE = re.compile(r"Root Cause")
-REPORT = re.compile(r"^\s*(rank|exitcode|host)\s*: (\S+)")
-SAVED = re.compile(r"megagate: saved \S+(?: \d+)? in ([\d.]+) s")
-COMMUNICATION = re.compile(r'File ".*(distributed_c10d|torch/distributed/).*"')
-
-
-class Log:
-    """What an attempt prints: passed on to the main log, and searched for causes."""
-
-    def __init__(self, stream: Any) -> None:
-        self.found: tuple[Kind, str | None, str] | None = None
-        """The first telling line: kind, node, text."""
-        self.error = ""
-        """The sentence of a user's error."""
-        self.report: dict[str, str] = {}
-        """torchrun's report of the first failure: rank, exitcode and host."""
-        self.save_seconds = 0.0
-        """Of the slowest save."""
-        self._in_report = False
-        self._others = 0
-        self._thread = threading.Thread(target=self._read, args=(stream,), daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """Wait for the rest of the output; a process that outlived the attempt may hold it open."""
-        self._thread.join(timeout=5)
-
-    def _read(self, stream: Any) -> None:
-        for line in stream:
-            self._look(line)
-            if not LOG_LINE.search(line):
-                self._others += 1
-                if self._others > OTHER_LINES:
-                    continue
-            say(line.removesuffix("\n"))
-            if self._others == OTHER_LINES:
-                say("megagate: what else the ranks print is in supervise/nodes/")
-                self._others += 1
-
-    def _look(self, line: str) -> None:
-        if line.startswith("error: ") and not self.error:
-            self.error = line.strip().removeprefix("error: ")
-        if ROOT_CAUSE.search(line) and not self.report:
-            self._in_report = True
-        match = SAVED.match(line)
-        if match:
-            self.save_seconds = max(self.save_seconds, float(match[1]))
-        match = REPORT.match(line)
-        if match and self._in_report:
-            self.report.setdefault(match[1], match[2])
-            self._in_report = len(self.report) < 3
-        for kind, pattern in PATTERNS:
-            match = pattern.search(line)
-            if match is None:
-                continue
-            named = match.groupdict().get("host")
-            if self.found is None or (self.found[:2] == (kind, None) and named):  # a later line may name the node
-                self.found = kind, named, line.strip()
-            return
 
 
 class Watch:
@@ -126,20 +56,7 @@ class Watch:
         self._earlier_dumps = self._dumps()
         self._step: int | None = None
         self._changed = time.monotonic()
-        try:
-            self._child = subprocess.Popen(
-                command,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                errors="replace",
-                start_new_session=True,
-                pass_fds=(lock,),
-            )
-        except OSError as error:
-            raise UserError(f"cannot start {command[0]}: {error.strerror}; correct the command after --") from error
+        self._child = start(command, environment, lock)
         self._log = Log(self._child.stdout)
 
     def run(self, stop: Callable[[], str | None], last_moment: float = math.inf) -> Attempt:
@@ -188,19 +105,9 @@ class Watch:
         self.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._child.wait(END_SECONDS)
-        silent, busy = stacks(self.folder)
-        parts = []
-        if silent:
-            parts.append(f"no answer from rank {_some(silent)}")
-        if busy:
-            parts.append(f"outside of communication: {_some(busy)}")
-        nothing = (
-            "all ranks wait in communication" if any(self.folder.glob("stacks/rank_*.txt")) else "no rank is there"
-        )
-        self._hung = "; ".join(parts) or nothing
-        suspects = [text.split(" ")[0] for text in silent] or [text.split(" ")[0] for text in busy]
-        if len(suspects) == 1:
-            self.details["rank"] = int(suspects[0])
+        self._hung, rank = where_they_hang(self.folder)
+        if rank is not None:
+            self.details["rank"] = rank
         say(f"megagate: the run hangs ({self._hung}); stacks are in {self.folder / 'stacks'}")
 
     def kill(self) -> None:
@@ -287,43 +194,6 @@ class Watch:
         with contextlib.suppress(OSError, IndexError):
             return (self.folder / "stacks" / f"rank_{rank}.txt").read_text(encoding="utf-8").splitlines()[0]
         return None
-
-
-def send(child: subprocess.Popen, name: str) -> None:
-    """Send a signal, such as "USR1", to the ranks that `child` has started, and to what they have started."""
-    if str(cast(list[str], child.args)[0]).endswith("srun"):
-        slurm.signal_ranks(name)
-        return
-    import psutil
-
-    with contextlib.suppress(psutil.NoSuchProcess):
-        parent = psutil.Process(child.pid)
-        for process in [parent, *parent.children(recursive=True)]:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                if name == "KILL" or not LAUNCHER.search(" ".join(process.cmdline())):
-                    process.send_signal(signal.Signals[f"SIG{name}"])
-
-
-def stacks(folder: Path) -> tuple[list[str], list[str]]:
-    """Return the ranks that gave no stack, and those whose main thread is not in communication, with where it is."""
-    silent, busy = [], []
-    for path in sorted((folder / "stacks").glob("rank_*.txt"), key=lambda path: int(path.stem.split("_")[1])):
-        rank = path.stem.split("_")[1]
-        text = path.read_text(encoding="utf-8", errors="replace")
-        _, found, dump = text.rpartition("Current thread ")
-        if not found:
-            silent.append(rank)
-            continue
-        frames = re.findall(r"^  (File .*)$", dump.partition("\n\n")[0], flags=re.MULTILINE)
-        if not any(COMMUNICATION.search(frame) for frame in frames[:4]):
-            busy.append(f"{rank} ({frames[0] if frames else 'no Python frame'})")
-    return silent, busy
-
-
-def _some(names: Sequence[str]) -> str:
-    """Return the first of many names, and how many more there are."""
-    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return ", ".join(names[:NAMED]) + more
 
 
 def _signal_name(number: int) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megagate.errors import UserError
-from megagate.supervise import watch
+from megagate.supervise import log, ranks, watch
 from megagate.supervise.decide import Attempt, Kind
 from megagate.supervise.records import ProgressFile
 from megagate.supervise.watch import Watch
@@ -75,13 +75,13 @@ def test_thousands_of_tracebacks(tmp_path: Path, capfd: pytest.CaptureFixture) -
     line = '  File "megatron/training/checkpointing.py", line 1, in save_checkpoint'
     end(watched(tmp_path, f"yes '{line}' | head -n 3000; echo ' iteration  7/ 9 | loss'"))
     printed = capfd.readouterr().out.splitlines()
-    assert len(printed) < watch.OTHER_LINES + 10
+    assert len(printed) < log.OTHER_LINES + 10
     assert "iteration  7/ 9" in printed[-1]
 
 
 def test_ranks_that_hang_are_named_in_few_words() -> None:
-    assert watch._some(["1", "2"]) == "1, 2"
-    assert watch._some([str(rank) for rank in range(16384)]) == "0, 1, 2, 3, 4, 5, 6, 7 and 16376 more"
+    assert ranks._some(["1", "2"]) == "1, 2"
+    assert ranks._some([str(rank) for rank in range(16384)]) == "0, 1, 2, 3, 4, 5, 6, 7 and 16376 more"
 
 
 def test_where_the_flight_recorder_wrote(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
