@@ -187,6 +187,8 @@ def read(argv: Sequence[str], elsewhere: bool = False) -> argparse.Namespace:
     complete(args, elsewhere)
     check_layout(args)
     check_backend(args, gate_config_from_args(args))
+    if on_cpu():  # after what is refused, which a run on GPUs that is planned here need not share
+        vars(args).update(cpu.ARGUMENTS)
     return args
 
 
@@ -287,7 +289,7 @@ def refuse_unavailable(args: argparse.Namespace) -> None:
 
 
 def complete(args: argparse.Namespace, elsewhere: bool = False) -> None:
-    """Fill in what follows from other arguments: gate, layer pattern, backend, platform.
+    """Fill in what follows from other arguments: gate, layer pattern, backend.
 
     Raises:
         UserError: flags are missing, contradict each other or are not available.
@@ -330,8 +332,6 @@ def complete(args: argparse.Namespace, elsewhere: bool = False) -> None:
         raise UserError("--no-data-sharding has no effect: --dataloader-type cyclic never shards; leave it out")
     args.create_attention_mask_in_dataloader |= args.reset_attention_mask
     set_fusions(args)
-    if on_cpu():
-        vars(args).update(cpu.ARGUMENTS)
 
 
 def set_recompute(args: argparse.Namespace, gate: GateConfig) -> None:

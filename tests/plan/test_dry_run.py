@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megagate.errors import UserError
-from megagate.plan.dry_run import arguments_for, run
+from megagate.plan.dry_run import arguments_for, forget, run
 from tests.distributed import ROOT
 from tests.plan.cluster import without_help
 from tests.training import EXPERTS, MODEL, RUN
@@ -75,6 +75,18 @@ def test_what_the_cluster_would_refuse(
         monkeypatch.setenv(name, "0")
     with without_help(), pytest.raises(UserError, match=message):
         arguments_for(argv, world_size, rank)
+
+
+def test_weights_in_fp8_alone_are_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which do not draw initial weights on the CPU, as this machine would, and as is refused where it is asked for."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "0")
+    flags = [*MOE, "--bf16", "--use-distributed-optimizer", "--fp8-format", "e4m3", "--fp8-param-gather"]
+    with without_help():
+        assert arguments_for(flags, 1)[0].bf16
+        forget()
+        with pytest.raises(UserError, match="--fp8-param-gather with --use-cpu-initialization has no bf16 weight"):
+            arguments_for([*flags, "--use-cpu-initialization"], 1)
 
 
 def test_it_needs_a_world_size() -> None:
