@@ -210,6 +210,7 @@ def _data_parallel(args: argparse.Namespace, layout: Layout, static: StaticMemor
             continue
         own = max(1, ranks // layout.instances)
         yield Transfer(kind, SCATTER, own, dense_span // layout.instances, size * gradient, 1)
-        yield Transfer(kind, GATHER, own, dense_span // layout.instances, gathers * size // own * width, gathers)
+        given = int(gathers * size // own * static.gathered[is_expert])
+        yield Transfer(kind, GATHER, own, dense_span // layout.instances, given, gathers)
         if layout.instances > 1:
             yield Transfer(kind, REDUCE, layout.instances, dense_span, size // own * gradient, 1)

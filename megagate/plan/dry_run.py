@@ -22,6 +22,7 @@ import megagate.platform  # noqa: F401  # before Megatron
 from megagate.errors import UserError, reason
 from megagate.evaluate.load import take_down
 from megagate.model.pattern import as_hybrid
+from megagate.plan.fp8 import fp8_weights
 from megagate.plan.gpus import GIB
 from megagate.plan.layout import layout_of
 from megagate.plan.memory import rank_memory
@@ -84,6 +85,7 @@ def arguments_for(argv: Sequence[str], world_size: int, rank: int = 0) -> tuple[
         stand_ins += ["--tokenizer-type", "NullTokenizer"]
         notes.append("no tokenizer is given: the run needs --tokenizer-type")
     args = read([*argv, *stand_ins], elsewhere=True)
+    args.fp8_weights = fp8_weights(args)  # of which nothing is left in what stands in
     note = stand_in(args)
     if note is not None:
         notes.append(note)
@@ -198,7 +200,7 @@ def describe(rank: Rank) -> Iterator[str]:
     layout = layout_of(args)
     memory = rank_memory(args, layout, layout.pipeline_rank(args.rank))
     kinds = {
-        "weights": memory.static.weights,
+        "weights": memory.static.weights + memory.static.fp8_copies,
         "gradients": memory.static.gradients,
         "optimizer": memory.static.main_weights + memory.static.moments,
         "activations": memory.activations,
@@ -206,3 +208,5 @@ def describe(rank: Rank) -> Iterator[str]:
     }
     sizes = ", ".join(f"{name} {size / GIB:.2f}" for name, size in kinds.items())
     yield f"memory in GiB as tools/plan.py counts it: {sizes}"
+    if args.fp8_weights is not None:
+        yield args.fp8_weights.note

@@ -16,6 +16,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megagate.model.pattern import EXPERTS
 from megagate.plan.activations import chunk_activations, layer_activations
+from megagate.plan.fp8 import Fp8Weights, count_fp8
 from megagate.plan.layout import Layout
 from megagate.plan.parameters import Tensor, chunk_tensors
 
@@ -29,6 +30,8 @@ class StaticMemory:
 
     weights: int
     """As the model computes with them, padding of the buffers included."""
+    fp8_copies: int
+    """Of weights that are in bf16 too."""
     gradients: int
     main_weights: int
     """The optimizer's fp32 copies of 16-bit weights."""
@@ -42,11 +45,13 @@ class StaticMemory:
     """The parameters of each model chunk."""
     buffers: list[tuple[bool, int, int]] = field(repr=False)
     """Whether it is the experts', elements, and elements of this rank's part of the optimizer, of each buffer."""
+    gathered: Mapping[bool, float]
+    """In how many bytes the distributed optimizer hands over a new weight: of experts (True), and others."""
 
     @property
     def total(self) -> int:
         """All of it."""
-        return self.weights + self.gradients + self.main_weights + self.moments
+        return self.weights + self.fp8_copies + self.gradients + self.main_weights + self.moments
 
 
 def rank_chunks(args: argparse.Namespace, layout: Layout, pipeline_rank: int) -> list[list[Tensor]]:
@@ -75,8 +80,19 @@ def static_memory(args: argparse.Namespace, layout: Layout, rank: int) -> Static
     main = sum(shard for *_, shard in buffers)
     parameters = sum(tensor.size for chunk in chunks for tensor in chunk)
     gate = sum(tensor.gate for chunk in chunks for tensor in chunk)
+    weights, copies, gathered = held * width, 0, {False: float(width), True: float(width)}
+    fp8: Fp8Weights | None = getattr(args, "fp8_weights", None)
+    if fp8 is not None:
+        counts = count_fp8(args, fp8, layout, pipeline_rank)
+        quantized = int(counts.total() * fp8.width)
+        weights, copies = (weights - counts.total() * width + quantized, 0) if fp8.alone else (weights, quantized)
+        if fp8.gathered_width is not None:
+            for kind, count in counts.items():
+                share = count / sum(size for is_expert, size, _ in buffers if is_expert is kind)
+                gathered[kind] -= share * (width - fp8.gathered_width)
     return StaticMemory(
-        weights=held * width,
+        weights=weights,
+        fp8_copies=copies,
         gradients=held * gradient_width,
         main_weights=main * FP32 if width < FP32 else 0,
         moments=main * ADAM_MOMENTS * FP32,
@@ -84,6 +100,7 @@ def static_memory(args: argparse.Namespace, layout: Layout, rank: int) -> Static
         gate_share=gate / parameters,
         chunks=chunks,
         buffers=buffers,
+        gathered=gathered,
     )
 
 

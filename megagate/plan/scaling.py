@@ -123,7 +123,8 @@ def _layout(layout: Layout) -> dict[str, int]:
 
 def _memory(memory: RankMemory) -> dict[str, int]:
     static = memory.static
-    sizes = (static.weights, static.gradients, static.main_weights + static.moments, memory.activations)
+    weights = static.weights + static.fp8_copies
+    sizes = (weights, static.gradients, static.main_weights + static.moments, memory.activations)
     return dict(zip(MEMORY, sizes, strict=True)) | {"total": memory.total}
 
 

@@ -14,9 +14,7 @@ from megagate.plan.memory import ADAM_MOMENTS, FP32, rank_memory
 from megagate.plan.parameters import count
 
 DAY = 86400
-TAKEN_FOR_GRANTED = (
-    "experts used alike, Transformer Engine's kernels, no stragglers, memory as in bf16, GPUs at full power"
-)
+TAKEN_FOR_GRANTED = "experts used alike, Transformer Engine's kernels, no stragglers, GPUs at full power"
 
 
 def plan(args: argparse.Namespace, gpu: Gpu, options: argparse.Namespace) -> dict[str, Any]:
@@ -47,6 +45,7 @@ def plan(args: argparse.Namespace, gpu: Gpu, options: argparse.Namespace) -> dic
             "fits": ranks[fullest]["total"] <= gpu.memory,
             "fullest pipeline rank": fullest,
             "by pipeline rank": ranks,
+            "note": _note(args, options.precision),
         },
         "communication": _communication(args, layout, gpu, step, fullest),
         "step": {
@@ -65,6 +64,15 @@ def plan(args: argparse.Namespace, gpu: Gpu, options: argparse.Namespace) -> dic
             "GPU": asdict(gpu),
         },
     }
+
+
+def _note(args: argparse.Namespace, precision: str) -> str | None:
+    """Return what is to be said of memory in FP8."""
+    if args.fp8_weights is not None:
+        return args.fp8_weights.note
+    return (
+        "--precision fp8 is for the time alone: for the memory too, give --fp8-format" if precision == "fp8" else None
+    )
 
 
 def _layout(args: argparse.Namespace, layout: Layout) -> dict[str, int]:
@@ -97,6 +105,7 @@ def _memory(args: argparse.Namespace, layout: Layout, pipeline_rank: int) -> dic
         "parameters": static.parameters,
         "gate's share of parameters": static.gate_share,
         "weights": static.weights,
+        "FP8 copies": static.fp8_copies,
         "gradients": static.gradients,
         "main weights": static.main_weights,
         "Adam's moments": static.moments,
@@ -212,7 +221,10 @@ def _memory_lines(memory: dict[str, Any]) -> Iterator[str]:
     verdict = "fits" if memory["fits"] else "does NOT fit"
     yield f"memory in GiB, of {memory['available'] / GIB:.1f}: {verdict}"
     yield f"  {'pipeline rank':<28}" + "".join(f"{rank:>12}" for rank in shown)
-    for name in ("weights", "gradients", "main weights", "Adam's moments", "activations", "temporary", "reserve"):
+    kinds = ("weights", "FP8 copies", "gradients", "main weights", "Adam's moments", "activations")
+    for name in (*kinds, "temporary", "reserve"):
+        if name == "FP8 copies" and not any(ranks[rank][name] for rank in shown):
+            continue
         yield f"  {name:<28}" + "".join(f"{ranks[rank][name] / GIB:>12.2f}" for rank in shown)
     yield f"  {'total':<28}" + "".join(f"{ranks[rank]['total'] / GIB:>12.2f}" for rank in shown)
     rank = ranks[fullest]
@@ -220,4 +232,6 @@ def _memory_lines(memory: dict[str, Any]) -> Iterator[str]:
     yield f"  on rank {fullest}, {flights} micro batches are in flight; of one, in MiB:"
     parts = sorted(rank["activations of a micro batch"].items(), key=lambda item: -item[1])
     yield "  " + ", ".join(f"{part} {size / 2**20:.1f}" for part, size in parts if size)
+    if memory["note"]:
+        yield f"  {memory['note']}"
     yield f"  the gate has {rank["gate's share of parameters"]:.2%} of its {rank['parameters']:,} parameters"
