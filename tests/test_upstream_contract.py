@@ -35,6 +35,7 @@ from megatron.core.enums import Fp8Recipe
 from megatron.core.extensions import transformer_engine
 from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 from megatron.core.fp8_utils import get_fp8_align_size
+from megatron.core.fusions import fused_cross_entropy
 from megatron.core.inference.contexts.static_context import StaticInferenceContext
 from megatron.core.inference.sampling.torch_sampling import TorchSampling
 from megatron.core.models.backends import LocalSpecProvider
@@ -64,11 +65,12 @@ from megatron.core.timers import Timers
 from megatron.core.tokenizers.text.libraries import HuggingFaceTokenizer, SentencePieceTokenizer, TikTokenTokenizer
 from megatron.core.tokenizers.text.text_tokenizer import MegatronTokenizerText
 from megatron.core.transformer.attention import Attention, SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.moe import fused_a2a
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_logging import MetricEntry, MoEMetricsTracker
 from megatron.core.transformer.moe.moe_utils import sort_chunks_by_idxs
 from megatron.core.transformer.moe.router import TopKRouter
-from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher, MoEFlexTokenDispatcher
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 from megatron.core.utils import get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
@@ -270,6 +272,14 @@ def test_model_backends_functions() -> None:
     assert {megatrons for megatrons, _ in functions.REPLACED.values()} == set(expected)
     for function, names in expected.items():
         assert list(inspect.signature(function).parameters) == names.split()
+
+
+def test_pretrain_dispatcher() -> None:
+    """megagate/pretrain/dispatcher.py and refusals.py: what Megatron has of DeepEP, and where its fusions stop."""
+    assert isinstance(fused_a2a.HAVE_DEEP_EP, bool)
+    assert "self.tp_size * self.ep_size > 1" in source(MoEFlexTokenDispatcher)
+    assert "grad_input.to(torch.bfloat16)" in source(fused_cross_entropy)
+    assert "cross_entropy_fusion_impl == 'te'" in source(megatron_arguments.validate_args)
 
 
 def test_model_backends_experts() -> None:

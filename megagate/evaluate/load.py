@@ -53,6 +53,8 @@ ONE_PROCESS: dict[str, Any] = {
     "use_cpu_initialization": False,
     # It masks as generation needs, and a model of either backend loads into it.
     "transformer_impl": "local",
+    # DeepEP refuses experts that are on one rank.
+    "moe_token_dispatcher_type": "alltoall",
 }
 
 STATE = ("expert_bias",)

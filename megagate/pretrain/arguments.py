@@ -51,6 +51,7 @@ from megagate.platform import cpu, on_cpu
 from megagate.pretrain import data_record, fim
 from megagate.pretrain.backend import add_fp8_arguments, choose_backend, set_fusions
 from megagate.pretrain.datasets import dataset_prefixes
+from megagate.pretrain.dispatcher import choose_dispatcher
 from megagate.pretrain.gate_checks import add_gate_training_arguments, check_gate
 from megagate.pretrain.layout import check_layout
 from megagate.pretrain.refusals import check_backend
@@ -62,8 +63,8 @@ from megagate.telemetry.loop import add_telemetry_arguments, check_telemetry
 DEFAULTS: dict[str, Any] = {
     # Expert-tensor parallelism would follow the tensor-parallel size and cut small experts smaller.
     "expert_tensor_parallel_size": 1,
-    # Megatron's default gathers every token on every rank.
-    "moe_token_dispatcher_type": "alltoall",
+    # Megatron's default gathers every token on every rank; see megagate/pretrain/dispatcher.py.
+    "moe_token_dispatcher_type": None,
     # Router logits in bf16 make the choice of experts a matter of rounding.
     "moe_router_dtype": "fp32",
     # A checkpoint that can be loaded on other parallel sizes, optimizer included.
@@ -295,6 +296,7 @@ def complete(args: argparse.Namespace, elsewhere: bool = False) -> None:
         UserError: flags are missing, contradict each other or are not available.
     """
     choose_backend(args, elsewhere)
+    choose_dispatcher(args, elsewhere)
     if args.dry_run_world_size is not None or args.dry_run_rank is not None:
         raise UserError(
             "--world-size and --rank are for --dry-run: add it, or leave them out: a run has them from its launcher"

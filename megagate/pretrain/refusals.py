@@ -144,6 +144,13 @@ REFUSALS = (
         "--reset-attention-mask",
     ),
     Refusal(
+        "--cross-entropy-loss-fusion without --bf16",
+        "would round the gradient of the logits to bf16",
+        "leave it out",
+        lambda args, gate: args.cross_entropy_loss_fusion and not args.bf16 and _on_te(args),
+        "--cross-entropy-loss-fusion",
+    ),
+    Refusal(
         "--gate-precision without a gate",
         "has no effect",
         "choose a --gate-preset with one, or leave it out",

@@ -1,8 +1,11 @@
 """Functions that take the place of Megatron's give its results and gradients."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.transformer.moe import token_dispatcher
 from torch import Tensor
@@ -39,12 +42,14 @@ def test_rotary(dtype: torch.dtype, tolerance: float, settings: dict, rotary_cha
     torch.testing.assert_close(gradient, expected, rtol=tolerance, atol=tolerance)
 
 
-def losses(rank_logits: list[Tensor], target: Tensor, outgoing: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the losses [s, b] and the gradient of this rank's logits."""
+def losses(
+    rank_logits: list[Tensor], target: Tensor, outgoing: Tensor, function: Callable[..., Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the losses [s, b] and the gradient of this rank's logits; by ours, or by a function of Megatron's."""
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=torch.distributed.get_world_size())
     group = parallel_state.get_tensor_model_parallel_group()
     logits = rank_logits[group.rank()].requires_grad_()
-    loss = functions.cross_entropy(logits, target, tp_group=group)
+    loss = (function or functions.cross_entropy)(logits, target, tp_group=group)
     return loss.detach(), torch.autograd.grad(loss, logits, outgoing)[0]
 
 
@@ -68,6 +73,26 @@ def test_cross_entropy(dtype: torch.dtype, tolerance: float, ranks: int) -> None
     gradient = torch.cat([part for _, part in results], dim=-1)
     assert gradient.dtype == dtype
     torch.testing.assert_close(gradient.double(), exact.grad, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_megatrons_fused_cross_entropy(ranks: int) -> None:
+    """Which the recipes for GPUs ask for: for logits in bf16 it is its plain one bit for bit, in fp32 it is not."""
+    logits, target, outgoing = 9 * torch.randn(5, 3, VOCABULARY), torch.randint(VOCABULARY, (5, 3)), torch.randn(5, 3)
+    for dtype in (torch.bfloat16, torch.float32):
+        parts = [part.contiguous() for part in logits.to(dtype).chunk(ranks, dim=-1)]
+        fused, plain = (
+            run_distributed(losses, ranks, parts, target, outgoing, function, timeout=60)
+            for function in (fused_vocab_parallel_cross_entropy, functions.vocab_parallel_cross_entropy)
+        )
+        exact = logits.to(dtype).double().flatten(0, 1)
+        expected = functional.cross_entropy(exact, target.flatten(), reduction="none").view(5, 3)
+        for (loss, gradient), (plain_loss, plain_gradient) in zip(fused, plain, strict=True):
+            assert torch.equal(loss, plain_loss)
+            torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=1e-5)
+            assert gradient.dtype == dtype
+            assert torch.equal(gradient, plain_gradient.bfloat16().to(dtype))
+            assert torch.equal(gradient, plain_gradient) == (dtype == torch.bfloat16)
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2, 3], [0, 2, 1, 3]], ids=str)
