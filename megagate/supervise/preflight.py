@@ -18,7 +18,6 @@ import shutil
 import statistics
 import time
 from collections import Counter
-from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -288,29 +287,6 @@ def _sees(path: Path, seconds: float = 10.0) -> bool:
             return False
         time.sleep(0.2)
     return True
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def unfit(folder: Path, nodes: Sequence[str]) -> dict[str, list[str]]:
-    """Return the unfit nodes and why, after a preflight that failed: its summary, or the nodes that never answered."""
-    with contextlib.suppress(OSError, ValueError):
-        return json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
-    reports = {path.stem: path for path in (folder / "preflight").glob("*.json")}
-    found = {node: ["it did not answer"] for node in nodes if node not in reports}
-    for node, path in reports.items():
-        with contextlib.suppress(OSError, ValueError):
-            problems = json.loads(path.read_text(encoding="utf-8"))["problems"]
-            if problems:
-                found[node] = problems
-    return found
-
-
-def clear(folder: Path) -> None:
-    """Remove what an earlier preflight left."""
-    shutil.rmtree(folder / "preflight", ignore_errors=True)
-    (folder / SUMMARY).unlink(missing_ok=True)
 
 
 def main() -> int:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megagate.errors import UserError
+from megagate.supervise.checkpoints import TRACKER
 from megagate.supervise.records import FOLDER, History, Progress, read_progress
 
 SHOWN_ATTEMPTS = 10
@@ -129,7 +130,7 @@ def _nodes(begun: dict[str, Any]) -> str:
 
 def _saved(save: Path) -> str:
     try:
-        text = (save / "latest_checkpointed_iteration.txt").read_text(encoding="ascii", errors="replace").strip()
+        text = (save / TRACKER).read_text(encoding="ascii", errors="replace").strip()
     except OSError:
         return "nothing"
     return f"step {text}"

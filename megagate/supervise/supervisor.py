@@ -8,7 +8,6 @@ import fcntl
 import math
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,20 +15,17 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from megagate.errors import EXIT_USER_ERROR, UserError
-from megagate.supervise import preflight, ranks, records, slurm
+from megagate.errors import UserError
+from megagate.supervise import checkpoints, preflight, records, slurm
+from megagate.supervise.checks import check_nodes
 from megagate.supervise.decide import EXIT_AGAIN, Action, Attempt, Decision, Kind, Policy, decide
 from megagate.supervise.flags import is_given
-from megagate.supervise.log import Log
 from megagate.supervise.records import END_TIME_VARIABLE, History
-from megagate.supervise.watch import END_SECONDS, Watch
+from megagate.supervise.watch import Watch
 
 TRAINER = "megagate.pretrain"
-TRACKER = "latest_checkpointed_iteration.txt"
 LAST_SECONDS = 30.0
 """Before a job's time limit, to put it back into the queue: one that has run out of time does not come back."""
-NOT_STARTED = (EXIT_USER_ERROR, 126, 127)
-"""Exit statuses of launch/node.sh, of a shell and of srun for what cannot be started."""
 LOCK_SECONDS = 300.0
 """How long a job waits for the lock of the one before it."""
 
@@ -128,7 +124,7 @@ class Supervisor:
         if not begun or (ended and ended[-1]["attempt"] == begun[-1]["attempt"]):
             return
         progress = records.read_progress(self.folder)
-        saved = self._saved()
+        saved = checkpoints.saved(self.save)
         step = progress.step if progress else saved
         said = {outcome["outcome"] for outcome in records.read_outcomes(self.folder)}
         kind = Kind.FINISHED if "finished" in said else Kind.STOPPED if "stopped" in said else Kind.LOST
@@ -141,12 +137,12 @@ class Supervisor:
     def _attempt(self, lock: int) -> tuple[Attempt, dict[str, Any]]:
         number = len(self.history.of("attempt")) + 1
         records.clear(self.folder)
-        self._put_aside_damaged_tracker()
+        checkpoints.put_aside_damaged_tracker(self.save)
         environment = dict(os.environ, PYTHONUNBUFFERED="1")
         environment[records.DIRECTORY_VARIABLE] = str(self.folder.resolve())
         environment[records.ATTEMPT_VARIABLE] = str(number)
         environment["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"] = str(self.folder.resolve() / "flight_recorder_rank_")
-        before = self._saved()
+        before = checkpoints.saved(self.save)
         fields: dict[str, Any] = {"attempt": number, "from": before, "host": records.host()}
         last_moment = math.inf
         if slurm.job() is not None:
@@ -158,10 +154,14 @@ class Supervisor:
                 environment[END_TIME_VARIABLE] = f"{time.time() + left - min(self._margin(), left / 4):.0f}"
         self.history.add("attempt", **fields)
         if self.settings.preflight is not None:
-            unfit = self._unfit(environment)
+            start = self.command[: self.command.index(TRAINER)]
+            checks = [*start, preflight.__name__, "--folder", str(self.folder.resolve()), *self.settings.preflight]
+            limit, has_trained = self.settings.preflight_limit, self._has_trained()
+            unfit = check_nodes(checks, environment, self.history, limit, lambda: self._stop, has_trained)
             if unfit is not None:
                 attempt, details = unfit
-                return replace(attempt, started_at=before, step=before, saved=self._saved(), began=False), details
+                saved = checkpoints.saved(self.save)
+                return replace(attempt, started_at=before, step=before, saved=saved, began=False), details
         limits = self.settings.hang_after, self.settings.start_limit
         watch = Watch(self._trainer(), environment, self.folder, *limits, lock)
         attempt = watch.run(lambda: self._stop, last_moment)
@@ -173,45 +173,7 @@ class Supervisor:
             if attempt.kind is Kind.USER_ERROR and (damaged or self._has_trained()):
                 # Else nobody has changed what was given: a file is gone, on one node or for a while.
                 attempt = replace(attempt, kind=Kind.LOADING if damaged else Kind.FAILED)
-        return replace(attempt, saved=self._saved()), watch.details
-
-    def _unfit(self, environment: dict[str, str]) -> tuple[Attempt, dict[str, Any]] | None:
-        """Check the nodes; return the end of the attempt if there it ends."""
-        preflight.clear(self.folder)
-        started = time.monotonic()
-        start = self.command[: self.command.index(TRAINER)]
-        flags = ["--folder", str(self.folder.resolve()), *(self.settings.preflight or ())]
-        child = ranks.start([*start, preflight.__name__, *flags], environment)
-        log = Log(child.stdout)
-        late = False
-        while child.poll() is None:
-            late = time.monotonic() - started > self.settings.preflight_limit
-            if late or self._stop is not None:
-                ranks.send(child, "KILL")
-                try:
-                    child.wait(END_SECONDS)
-                except subprocess.TimeoutExpired:
-                    child.kill()  # what it has started on a broken node may never end
-            time.sleep(0.1)
-        log.close()
-        if self._stop is not None:
-            return Attempt(Kind.STOPPED, signal=self._stop), {"message": "during the checks of the nodes"}
-        nodes = slurm.nodes() if slurm.job() else []
-        found = preflight.unfit(self.folder, nodes)
-        self.history.add("preflight", seconds=round(time.monotonic() - started, 3), unfit=found)
-        if child.returncode == 0 and not (self.folder / preflight.SUMMARY).is_file():
-            said = f"what the ranks write into {self.folder} is not seen here: mount it in their container (--mounts)"
-            records.say(f"error: {said}")
-            return Attempt(Kind.USER_ERROR), {"message": said}
-        if child.returncode == 0 and not found:
-            return None
-        if child.returncode in NOT_STARTED and not self._has_trained():
-            return Attempt(Kind.USER_ERROR), {"message": "the checks of the nodes did not start: the log says why"}
-        said = "; ".join(f"{node}: {', '.join(problems)}" for node, problems in found.items())
-        message = said or f"the checks ended with status {child.returncode}{' after their time' if late else ''}"
-        if 1 < len(nodes) < 2 * len(found):
-            message, found = f"most nodes do not pass, so it is not theirs: {message}", {}
-        return Attempt(Kind.PREFLIGHT, host=",".join(found) or None), {"message": message[:1000]}
+        return replace(attempt, saved=checkpoints.saved(self.save)), watch.details
 
     def _margin(self) -> float:
         """Return the seconds before the time limit at which the last save begins: more where saves have been slow."""
@@ -220,28 +182,9 @@ class Supervisor:
 
     def _trainer(self) -> list[str]:
         """Return the command, which loads the run's own checkpoint once there is one."""
-        has_checkpoint = (self.save / TRACKER).is_file() or any(self.save.glob("iter_*"))
-        if not has_checkpoint and self._loads:
+        if self._loads and not checkpoints.exist(self.save):
             return self.command
         return [*self.command, "--load", str(self.save), "--allow-fresh-start"]
-
-    def _saved(self) -> int:
-        """Return the step of the checkpoint that the tracker names, 0 without one."""
-        try:
-            return int((self.save / TRACKER).read_text(encoding="ascii"))
-        except (OSError, ValueError):
-            return 0
-
-    def _put_aside_damaged_tracker(self) -> None:
-        """Let the trainer look for the newest complete checkpoint where the tracker names none: a node has crashed."""
-        tracker = self.save / TRACKER
-        try:
-            text = tracker.read_text(encoding="ascii", errors="replace").strip()
-        except OSError:
-            return
-        if not text.isdigit() and text != "release":
-            records.say(f"megagate: {tracker} holds {text[:40]!r}: put aside, for the newest complete checkpoint")
-            tracker.replace(tracker.with_name(f"damaged_{TRACKER}"))
 
     def _write_end(self, attempt: Attempt, details: dict[str, Any], decision: Decision) -> None:
         begun = self.history.of("attempt")[-1]
@@ -282,7 +225,7 @@ class Supervisor:
         if decision.action in (Action.DONE, Action.STOP, Action.GIVE_UP):
             return decision.status
         if decision.action is Action.ROLL_BACK:
-            records.say(f"megagate: going back to step {self._go_back()}")
+            records.say(f"megagate: going back to step {checkpoints.go_back(self.save)}")
         if decision.action is Action.REQUEUE and attempts[-1].kind is not Kind.STOPPED:
             problem = slurm.requeue(decision.exclude)
             if problem is None:
@@ -300,22 +243,6 @@ class Supervisor:
             records.say(f"megagate: Slurm does not requeue the job ({problem}): submit it again to go on")
             return EXIT_AGAIN
         return None if self._stop is None else EXIT_AGAIN
-
-    def _go_back(self) -> int:
-        """Make the checkpoint before the last one that from which the run goes on; return its step."""
-        try:
-            from megagate.checkpoint.keep import roll_back
-        except ImportError:  # outside of a container there may be no torch; the trainer looks at what it loads
-            last = self._saved()
-            earlier = [int(path.parent.name[5:]) for path in self.save.glob("iter_*/.metadata")]
-            target = max((step for step in earlier if step < last), default=last)
-            if target < last:
-                records.write_whole(self.save / TRACKER, str(target))
-                aside = self.save / "rolled_back"
-                aside.mkdir(exist_ok=True)
-                (self.save / f"iter_{last:07d}").rename(aside / f"iter_{last:07d}.{time.time():.0f}")
-            return target
-        return roll_back(self.save, 1)
 
     def _wait_for_slurm(self) -> int:
         """Wait until Slurm ends this process, whose job it has requeued."""

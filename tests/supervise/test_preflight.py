@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megagate.supervise import preflight
+from megagate.supervise import checks, preflight
 from tests.distributed import ROOT, run_distributed
 from tests.launch.cluster import free_ports
 
@@ -128,7 +128,7 @@ def test_nodes_that_never_answer(tmp_path: Path) -> None:
     (tmp_path / "preflight").mkdir()
     (tmp_path / "preflight" / "n1.json").write_text(json.dumps({"problems": []}))
     (tmp_path / "preflight" / "n2.json").write_text(json.dumps({"problems": ["GPU 0 does not work"]}))
-    assert preflight.unfit(tmp_path, ["n1", "n2", "n3"]) == {
+    assert checks.unfit(tmp_path, ["n1", "n2", "n3"]) == {
         "n2": ["GPU 0 does not work"],
         "n3": ["it did not answer"],
     }

@@ -308,9 +308,8 @@ def test_going_back_without_torch(tmp_path: Path) -> None:
 import sys
 from pathlib import Path
 sys.modules["torch"] = None
-from megagate.supervise import __main__, decide, supervisor
-settings = supervisor.Settings(decide.Policy(), 1, 1, 1)
-print(supervisor.Supervisor(["x"], Path(sys.argv[1]), settings)._go_back())
+from megagate.supervise import __main__, checkpoints
+print(checkpoints.go_back(Path(sys.argv[1])))
 """
     words = [sys.executable, "-c", code, str(tmp_path)]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
