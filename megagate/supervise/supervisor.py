@@ -17,6 +17,7 @@ from typing import Any
 
 from megagate.errors import UserError
 from megagate.supervise import checkpoints, preflight, records, slurm
+from megagate.supervise.accounts import account
 from megagate.supervise.checks import check_nodes
 from megagate.supervise.decide import EXIT_AGAIN, Action, Attempt, Decision, Kind, Policy, decide
 from megagate.supervise.flags import is_given
@@ -70,8 +71,11 @@ class Supervisor:
             attempt, details = self._attempt(lock.fileno())
             attempts = [*self._attempts(), attempt]
             decision = decide(attempts, self.settings.policy)
-            self._write_end(attempt, details, decision)
+            back_to = checkpoints.go_back(self.save) if decision.action is Action.ROLL_BACK else None
+            self._write_end(attempt, details, decision, back_to)
             records.say(f"megagate: {_sentence(attempt, details, decision)}")
+            if back_to is not None:
+                records.say(f"megagate: going back to step {back_to}")
             status = self._act(decision, attempts)
             if status is not None:
                 lock.close()
@@ -186,21 +190,13 @@ class Supervisor:
             return self.command
         return [*self.command, "--load", str(self.save), "--allow-fresh-start"]
 
-    def _write_end(self, attempt: Attempt, details: dict[str, Any], decision: Decision) -> None:
-        begun = self.history.of("attempt")[-1]
-        progress = records.read_progress(self.folder)
+    def _write_end(
+        self, attempt: Attempt, details: dict[str, Any], decision: Decision, back_to: int | None = None
+    ) -> None:
+        begun, ends = self.history.of("attempt")[-1], self.history.of("end")
         ended = details.pop("ended", None) or time.time()
         for skip in details.pop("skips", []):
             self.history.add("skip", attempt=begun["attempt"], **skip)
-        done = max(0, attempt.step - attempt.started_at)
-        kept = max(0, min(attempt.saved, attempt.step) - attempt.started_at)
-        if attempt.kind in (Kind.FINISHED, Kind.ASKED):
-            kept = done
-        lost = done - kept
-        if attempt.kind is Kind.SPIKE:  # it has gone back, maybe to before its own start
-            lost = max(lost, attempt.step - attempt.saved)
-        seconds = progress.time - progress.first_time if progress else 0.0
-        useful = seconds * kept / done if done else 0.0
         self.history.add(
             "end",
             attempt=begun["attempt"],
@@ -211,9 +207,7 @@ class Supervisor:
             step=attempt.step,
             saved=attempt.saved,
             began=attempt.began,
-            steps_lost=lost,
-            seconds=round(max(0.0, ended - begun["time"]), 3),
-            seconds_lost=round(max(0.0, ended - begun["time"] - useful), 3),
+            **account(attempt, begun, ended, records.read_progress(self.folder), ends, back_to),
             decision=decision.action,
             reason=decision.reason,
             exclude=list(decision.exclude),
@@ -224,8 +218,6 @@ class Supervisor:
         """Do what was decided after `attempts`; return the exit status if that ends the supervisor."""
         if decision.action in (Action.DONE, Action.STOP, Action.GIVE_UP):
             return decision.status
-        if decision.action is Action.ROLL_BACK:
-            records.say(f"megagate: going back to step {checkpoints.go_back(self.save)}")
         if decision.action is Action.REQUEUE and attempts[-1].kind is not Kind.STOPPED:
             problem = slurm.requeue(decision.exclude)
             if problem is None:

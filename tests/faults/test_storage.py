@@ -46,6 +46,7 @@ def test_a_damaged_shard(run: LocalRun, fault: str) -> None:
         assert (run.save / "rolled_back" / "iter_0000030.1").is_dir()
     else:
         assert "is incomplete" in run.log()
+    assert sum(end["steps_lost"] for end in run.events("end")) == 10
     run.check_equals_uninterrupted()
 
 

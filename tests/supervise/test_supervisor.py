@@ -103,10 +103,10 @@ def test_a_checkpoint_that_does_not_load(tmp_path: Path) -> None:
     (run.save / "latest_checkpointed_iteration.txt").write_text("8")
     status, output = run.run()
     assert status == 0, output
-    assert [(end["kind"], end["decision"], end["started_at"], end["step"]) for end in run.ends] == [
-        ("loading", "restart", 8, 8),
-        ("loading", "roll back", 8, 8),
-        ("finished", "done", 5, 12),
+    assert [(end["kind"], end["decision"], end["started_at"], end["step"], end["steps_lost"]) for end in run.ends] == [
+        ("loading", "restart", 8, 8, 0),
+        ("loading", "roll back", 8, 8, 3),
+        ("finished", "done", 5, 12, 0),
     ]
     assert (run.save / "rolled_back" / "iter_0000008.1").is_dir()
 
