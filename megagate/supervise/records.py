@@ -2,6 +2,7 @@
 
     history.jsonl            one JSON object a line, never rewritten: "attempt", "end", "skip" and "preflight"
     progress                 the step that rank 0 has reached, rewritten at each step
+    alive                    touched by the supervisor each minute (`alive`)
     outcome/rank_N.json      how a rank ended: rank 0 always, others where they failed
     stacks/rank_N.txt        where a rank was when the run hung
     nodes/NODE.log           standard error of a node
@@ -23,6 +24,7 @@ from typing import Any
 from megagate.errors import UserError
 
 FOLDER = "supervise"
+PROGRESS = "progress"
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """Errors of a full disk, which passes."""
 
@@ -75,7 +77,7 @@ class ProgressFile:
 
     def __init__(self, folder: Path, started_at: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._descriptor = os.open(folder / "progress", os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o644)
+        self._descriptor = os.open(folder / PROGRESS, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o644)
         self._started_at, self._first_time = started_at, time.time()
         self.step(started_at)
 
@@ -88,7 +90,7 @@ class ProgressFile:
 def read_progress(folder: Path) -> Progress | None:
     """Return how far the attempt has come, or None before its first step."""
     try:
-        started_at, step, first_time, now = (folder / "progress").read_text(encoding="ascii").split()
+        started_at, step, first_time, now = (folder / PROGRESS).read_text(encoding="ascii").split()
         return Progress(int(started_at), int(step), float(first_time), float(now))
     except (OSError, ValueError):
         return None
@@ -128,7 +130,7 @@ def read_outcomes(folder: Path) -> list[dict[str, Any]]:
 
 def clear(folder: Path) -> None:
     """Remove what an earlier attempt left that could be taken for this one's."""
-    for path in [folder / "progress", *folder.glob("outcome/rank_*.json"), *folder.glob("stacks/rank_*.txt")]:
+    for path in [folder / PROGRESS, *folder.glob("outcome/rank_*.json"), *folder.glob("stacks/rank_*.txt")]:
         path.unlink(missing_ok=True)
 
 

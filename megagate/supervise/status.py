@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from megagate.errors import UserError
+from megagate.supervise import alive
 from megagate.supervise.checkpoints import TRACKER
-from megagate.supervise.records import FOLDER, History, Progress, read_progress
+from megagate.supervise.decide import Action
+from megagate.supervise.records import FOLDER, PROGRESS, History, Progress, read_progress
 
 SHOWN_ATTEMPTS = 10
 
@@ -56,14 +58,13 @@ def goodput(events: list[dict[str, Any]], progress: Progress | None, now: float)
     return Goodput(useful, sum(over - begin for begin, over in spans.values()), last - first)
 
 
-def screen(save: Path, now: float | None = None) -> str:
+def screen(save: Path) -> str:
     """Return what `python -m megagate.supervise status SAVE` prints.
 
     Raises:
         UserError: no supervisor has written there.
     """
     folder = save / FOLDER
-    now = time.time() if now is None else now
     events = list(History(folder).events())
     begun = [event for event in events if event["event"] == "attempt"]
     ends = {event["attempt"]: event for event in events if event["event"] == "end"}
@@ -71,22 +72,22 @@ def screen(save: Path, now: float | None = None) -> str:
         raise UserError(f"{save} has no history of a supervised run: give the folder that --save names")
     progress = read_progress(folder)
     last = begun[-1]
-    running = last["attempt"] not in ends
-    time_spent = goodput(events, progress, now)
+    end = ends.get(last["attempt"])
+    sign = alive.age(folder / alive.FILE)
+    lost = sign is None or sign > alive.LOST_AFTER
+    time_spent = goodput(events, progress, time.time() - (sign if sign and lost else 0.0))
     lines = [f"run        {save}"]
-    if running:
-        step = (
-            f"step {progress.step}, {_duration(max(0.0, now - progress.time))} ago"
-            if progress
-            else "before its first step"
-        )
+    if end is None:
+        since = alive.age(folder / PROGRESS)
+        step = "before its first step" if progress is None else f"step {progress.step}, {_duration(since or 0.0)} ago"
         lines.append(f"now        attempt {last['attempt']} on {_nodes(last)}: {step}")
     else:
-        end = ends[last["attempt"]]
         lines.append(f"now        not running; last decision: {end['decision']} ({end['reason']})")
+    if end is None or end["decision"] in (Action.RESTART, Action.ROLL_BACK):
+        lines.append(f"supervisor {_supervisor(sign, lost, last.get('job'))}")
     lines.append(f"saved      {_saved(save)}")
-    lost = sum(end["steps_lost"] for end in ends.values())
-    lines.append(f"attempts   {len(begun)}: {_counts(ends.values())}; {lost} steps done again")
+    again = sum(end["steps_lost"] for end in ends.values())
+    lines.append(f"attempts   {len(begun)}: {_counts(ends.values())}; {again} steps done again")
     lines.append(
         f"goodput    {100 * time_spent.of_allocated:.1f} % of {_duration(time_spent.allocated)} with nodes, "
         f"{100 * time_spent.of_calendar:.1f} % of {_duration(time_spent.calendar)} in all"
@@ -101,14 +102,23 @@ def screen(save: Path, now: float | None = None) -> str:
     lines.append("")
     lines.append(f"{'attempt':>7} {'began':<16} {'steps':>15} {'lost':>6} {'time':>8}  end")
     for event in begun[-SHOWN_ATTEMPTS:]:
-        lines.append(_row(event, ends.get(event["attempt"])))
+        lines.append(_row(event, ends.get(event["attempt"]), "lost, it seems" if lost else "running"))
     return "\n".join(lines)
 
 
-def _row(begun: dict[str, Any], end: dict[str, Any] | None) -> str:
+def _supervisor(sign: float | None, lost: bool, job: str | None) -> str:
+    """Say whether the supervisor is there, from the age of its sign of life."""
+    if not lost:
+        return f"gave a sign of life {_duration(sign or 0.0)} ago"
+    last = "there is no sign of life of it" if sign is None else f"its last sign of life is {_duration(sign)} old"
+    where = f"if squeue --job {job} does not show its job, " if job else ""
+    return f"seems lost: {last}, and it gives one each minute; {where}start the run again as before"
+
+
+def _row(begun: dict[str, Any], end: dict[str, Any] | None, unended: str) -> str:
     when = time.strftime("%Y-%m-%d %H:%M", time.localtime(begun["time"]))
     if end is None:
-        return f"{begun['attempt']:>7} {when:<16} {begun['from']:>15} {'':>6} {'':>8}  running, or lost with its node"
+        return f"{begun['attempt']:>7} {when:<16} {begun['from']:>15} {'':>6} {'':>8}  {unended}"
     steps = f"{end['started_at']}-{end['step']}"
     where = f" on {end['host']}" if end.get("host") else ""
     said = f": {end['message'][:60]}" if end.get("message") else ""

@@ -16,7 +16,7 @@ from types import FrameType
 from typing import Any
 
 from megagate.errors import UserError
-from megagate.supervise import checkpoints, preflight, records, slurm
+from megagate.supervise import alive, checkpoints, preflight, records, slurm
 from megagate.supervise.accounts import account
 from megagate.supervise.checks import check_nodes
 from megagate.supervise.decide import EXIT_AGAIN, Action, Attempt, Decision, Kind, Policy, decide
@@ -65,10 +65,13 @@ class Supervisor:
         """Run to the end of training, or to a decision that ends it; return the exit status."""
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
             signal.signal(number, self._note)
-        lock = self._lock()
-        self._close_lost_attempt()
+        with self._lock() as lock, alive.signs(self.folder):
+            self._close_lost_attempt()
+            return self._loop(lock.fileno())
+
+    def _loop(self, lock: int) -> int:
         while True:
-            attempt, details = self._attempt(lock.fileno())
+            attempt, details = self._attempt(lock)
             attempts = [*self._attempts(), attempt]
             decision = decide(attempts, self.settings.policy)
             back_to = checkpoints.go_back(self.save) if decision.action is Action.ROLL_BACK else None
@@ -78,7 +81,6 @@ class Supervisor:
                 records.say(f"megagate: going back to step {back_to}")
             status = self._act(decision, attempts)
             if status is not None:
-                lock.close()
                 return status
 
     def _note(self, number: int, frame: FrameType | None) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from megagate.supervise.status import goodput, screen
 from megagate.supervise.supervisor import Settings, Supervisor
 from tests.distributed import ROOT
 from tests.launch.cluster import wait_for
+from tests.supervise.test_alive import backdate
 
 
 class Supervised:
@@ -155,8 +157,13 @@ def test_a_supervisor_that_went_away(tmp_path: Path) -> None:
     import psutil
 
     children = psutil.Process(process.pid).children(recursive=True)
+    assert "supervisor gave a sign of life" in screen(run.save)
     process.kill()
     process.wait()
+    backdate(run.save / FOLDER / "alive", 1000)
+    shown = screen(run.save)
+    assert re.search(r"supervisor seems lost: its last sign of life is 16m \d+s old", shown)
+    assert shown.endswith("lost, it seems")
     status, output = run.run()
     assert status == 2 and "ranks that it left" in output
     for child in children:
@@ -167,6 +174,7 @@ def test_a_supervisor_that_went_away(tmp_path: Path) -> None:
     lost, last = run.ends
     assert (lost["kind"], lost["step"], lost["saved"], lost["steps_lost"]) == ("lost", 6, 4, 2)
     assert (last["kind"], last["started_at"]) == ("finished", 4)
+    assert "seems lost" not in screen(run.save)
 
 
 def test_goodput() -> None:
