@@ -35,7 +35,7 @@ def choose_dispatcher(args: argparse.Namespace, elsewhere: bool = False) -> None
         )
         is_chosen = (
             (fused_a2a.HAVE_DEEP_EP and not elsewhere)
-            and (args.num_experts is not None and 1 < ranks <= torch.cuda.device_count())
+            and (args.num_experts is not None and ranks > 1 and torch.cuda.device_count() % ranks == 0)
             and (args.transformer_impl == "transformer_engine" and args.bf16 and is_by_deepep and knows_all_else)
         )
         args.moe_token_dispatcher_type = FLEX if is_chosen else ALL_TO_ALL

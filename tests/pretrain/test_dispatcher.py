@@ -48,6 +48,7 @@ def test_chosen_for_experts_within_a_machine(machine: None, capsys: pytest.Captu
     for changed in (
         {"expert_model_parallel_size": 16},  # over a network that may route adaptively
         {"expert_model_parallel_size": 8, "expert_tensor_parallel_size": 2},
+        {"expert_model_parallel_size": 6},  # every second group would be on two machines
         {"expert_model_parallel_size": 1},
         {"num_experts": None},
         {"transformer_impl": "local"},
