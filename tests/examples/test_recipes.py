@@ -10,8 +10,10 @@ import torch
 import yaml
 
 from megagate.gate import PRESETS
+from megagate.plan.gpus import GIB
 from tests.distributed import ROOT, run_distributed
 from tests.gate.paper import ADDED
+from tests.plan.test_command import numbers_of, plans
 
 EXAMPLES = ROOT / "examples"
 RECIPES = sorted(str(path.relative_to(ROOT)) for path in EXAMPLES.glob("*/recipe*.yaml"))
@@ -191,6 +193,25 @@ def added_by_presets() -> dict[str, int]:
                         total -= int(module.layout.padding_row_mask().sum()) * rank.args.hidden_size
             totals[preset] = total
     return {preset: total - totals["baseline"] for preset, total in totals.items()}
+
+
+def test_numbers_in_comments_are_the_plans() -> None:
+    """Why the experts of a trillion parameters lie on two machines: what they would cost on eight, two and one."""
+    recipes = ["examples/moe_1t/recipe.yaml", "examples/moe_1t/recipe_fp8.yaml"]
+    commands = [
+        [recipe, "--gpus", "2048", "--expert-model-parallel-size", str(size), "--json", "-"]
+        for recipe in recipes
+        for size in (64, 16, 8)
+    ]
+    found = [numbers_of(text) for _, text in run_distributed(plans, 1, commands, timeout=200)[0]]
+    for recipe, eight, two, one in zip(recipes, found[::3], found[1::3], found[2::3], strict=True):
+        shares = [run["step"]["by cause"]["expert communication"] / run["step"]["seconds"] for run in (eight, two)]
+        memory = one["memory"]
+        needed = max(rank["total"] for rank in memory["by pipeline rank"])
+        text = " ".join((ROOT / recipe).read_text(encoding="utf-8").replace("#", "").split())
+        assert f"all-to-all would take {shares[0]:.0%}".replace("%", " %") in text
+        assert f"over two it takes {shares[1]:.0%}".replace("%", " %") in text
+        assert f"would need {needed / GIB:.1f} of {memory['available'] / GIB:.1f} GiB" in text
 
 
 def test_recipes_say_why_in_lines_that_fit() -> None:
