@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from megagate.evaluate.load import LoadedModel
-from megagate.evaluate.masks import document_numbers, forbidden_keys
+from megagate.evaluate.masks import document_numbers, document_positions, forbidden_keys
 from megagate.evaluate.vocabulary import whole_vocabulary
 from megagate.model.pattern import DELTA_NET
 
@@ -36,20 +36,16 @@ class Decoder:
         loaded: the model, in evaluation mode.
         prompts: the tokens of each row, at least one.
         room: how many tokens can be appended.
-        end_of_document: for a model that was trained with --reset-attention-mask, to which a document is hidden from
-            the ones after it.
+        end_of_document: that token, which some models know (`megagate.evaluate.masks`).
     """
 
-    def __init__(
-        self, loaded: LoadedModel, prompts: Sequence[Sequence[int]], room: int, end_of_document: int | None = None
-    ) -> None:
+    def __init__(self, loaded: LoadedModel, prompts: Sequence[Sequence[int]], room: int, end_of_document: int) -> None:
         from megatron.core.inference.contexts.static_context import StaticInferenceContext
         from megatron.core.utils import unwrap_model
 
         self._model = loaded.model
         self._head: nn.Module = unwrap_model(loaded.model).output_layer
-        self._positions = loaded.args.max_position_embeddings
-        self._end_of_document = end_of_document
+        self._args, self._end_of_document = loaded.args, end_of_document
         self.has_cache = DELTA_NET not in loaded.args.hybrid_layer_pattern
         device = next(loaded.model.parameters()).device
         lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
@@ -72,9 +68,12 @@ class Decoder:
         """Compute what has been appended since, and return the logits after each row's last token: fp32 [b, v]."""
         begin = self._context.sequence_len_offset if self.has_cache else 0
         end = int(self._ends.max())
-        index = torch.arange(begin, end, device=self._tokens.device)
+        if self._args.reset_position_ids:
+            positions = document_positions(self._tokens[:, :end], self._end_of_document, self._starts)[:, begin:]
+        else:
+            positions = torch.arange(begin, end, device=self._tokens.device) - self._starts[:, None]
         # A row that is over may go on beyond the last position, of which there is no learned embedding.
-        positions = (index - self._starts[:, None]).clamp(0, self._positions - 1)
+        positions = positions.clamp(0, self._args.max_position_embeddings - 1)
         cache = {"inference_context": self._context} if self.has_cache else {}
         last = self._ends - 1 - begin
         # Logits of every token of a long prompt would need more memory than all else.
@@ -89,11 +88,11 @@ class Decoder:
 
     def _mask(self, begin: int, end: int) -> Tensor | None:
         """Return the mask of the tokens from `begin` to `end`, None where the plain causal one is right."""
-        if self._end_of_document is None and not self._has_padding_in_front:
+        if not self._args.reset_attention_mask and not self._has_padding_in_front:
             return None
         tokens = self._tokens[:, :end]
         document = torch.zeros_like(tokens)
-        if self._end_of_document is not None:
+        if self._args.reset_attention_mask:
             document = document_numbers(tokens, self._end_of_document)
         index = torch.arange(end, device=tokens.device).expand_as(tokens)
         return forbidden_keys(torch.where(index < self._starts[:, None], -1 - index, document), begin)

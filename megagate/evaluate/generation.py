@@ -91,7 +91,7 @@ def generate_tokens(
     sampling, speed = sampling or Sampling(), speed or Speed()
     generators = [sampling.generator(number) for number in (numbers or range(len(prompts)))]
     room = [min(max_new_tokens, loaded.args.max_position_embeddings - len(prompt)) for prompt in prompts]
-    decoder = Decoder(loaded, prompts, max(room), end_of_document if loaded.args.reset_attention_mask else None)
+    decoder = Decoder(loaded, prompts, max(room), end_of_document)
     tokens: list[list[int]] = [[] for _ in prompts]
     finish: list[str | None] = [None for _ in prompts]
     started, first_done = time.monotonic(), 0.0

@@ -38,7 +38,6 @@ def language_model(loaded: LoadedModel, tokenizer: Any, micro_batch_size: int = 
     from lm_eval.api.model import TemplateLM
     from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
 
-    eod_if_apart = tokenizer.eod if loaded.args.reset_attention_mask else None
     positions = loaded.args.max_position_embeddings
 
     class MegagateLM(TemplateLM):
@@ -66,7 +65,9 @@ def language_model(loaded: LoadedModel, tokenizer: Any, micro_batch_size: int = 
                         "left to score: let the task put a space between them (target_delimiter), or leave it out"
                     )
             found: list[Any] = [None] * len(pairs)
-            scores = continuation_scores(loaded, pairs, micro_batch_size=micro_batch_size, end_of_document=eod_if_apart)
+            scores = continuation_scores(
+                loaded, pairs, micro_batch_size=micro_batch_size, end_of_document=tokenizer.eod
+            )
             for number, score, is_greedy in _shown(scores, len(pairs), "requests scored"):
                 found[number] = (score, is_greedy)
                 if requests[number][0] is not None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megagate.evaluate.documents import Window
 from megagate.evaluate.load import LoadedModel
-from megagate.evaluate.masks import document_mask
+from megagate.evaluate.masks import masks_and_positions
 
 
 def summed_loss(loaded: LoadedModel, windows: Window, end_of_document: int | None = None, multiple: int = 1) -> Tensor:
@@ -23,15 +23,14 @@ def summed_loss(loaded: LoadedModel, windows: Window, end_of_document: int | Non
     Args:
         loaded: the model.
         windows: several, as `megagate.evaluate.documents.batches` yields them.
-        end_of_document: for a model that was trained with --reset-attention-mask, to which a document is hidden from
-            the ones after it.
+        end_of_document: for a model that was trained with --reset-attention-mask or --reset-position-ids.
         multiple: of what the layout needs a length to be a multiple.
     """
     from megatron.core import mpu
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.utils import get_batch_on_this_cp_rank
 
-    batch = _batch(windows, end_of_document, multiple)
+    batch = _batch(loaded, windows, end_of_document, multiple)
     size, length = batch["tokens"].shape
     part = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group())
 
@@ -55,7 +54,7 @@ def summed_loss(loaded: LoadedModel, windows: Window, end_of_document: int | Non
     return (losses[0].double() * part["loss_mask"]).sum()
 
 
-def _batch(windows: Window, end_of_document: int | None, multiple: int) -> dict[str, Any]:
+def _batch(loaded: LoadedModel, windows: Window, end_of_document: int | None, multiple: int) -> dict[str, Any]:
     """Return a batch under the names of training: int64 [b, s], loss_mask fp64 [b, s], attention_mask as there."""
     length = windows.tokens.shape[1] - 1
     padding = -length % multiple
@@ -63,10 +62,11 @@ def _batch(windows: Window, end_of_document: int | None, multiple: int) -> dict[
     inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     index = torch.arange(inputs.shape[1], device=inputs.device)
     first = length - torch.from_numpy(windows.counted).to(index.device)  # of the labels that count, [b]
+    mask, positions = masks_and_positions(loaded.args, inputs, end_of_document)
     return {
         "tokens": inputs,
         "labels": labels,
         "loss_mask": ((index >= first[:, None]) & (index < length)).double(),
-        "position_ids": index.expand_as(inputs).contiguous(),
-        "attention_mask": None if end_of_document is None else document_mask(inputs, end_of_document),
+        "position_ids": positions,
+        "attention_mask": mask,
     }

@@ -60,6 +60,7 @@ from megagate.evaluate.load import (
     one_process_arguments,
     tokenizer_of,
 )
+from megagate.evaluate.masks import tells_documents_apart
 from megagate.evaluate.options import add_model_arguments, check_output, check_positive, write_file
 from megagate.evaluate.report import DatasetResult, Result, table
 
@@ -142,7 +143,7 @@ def evaluate(
         stride: from one window to the next; `seq_length` if None.
         micro_batch_size: windows that a rank computes at a time.
         unigram: gives the unigram loss beside the model's.
-        tokenizer: gives the text's bytes; needed for a model that was trained with --reset-attention-mask.
+        tokenizer: gives the text's bytes, and where documents end, which some models need to know.
         telemetry: what observes the model; the gates alone if None.
         multiple: of what the layout needs the length of a window to be a multiple.
 
@@ -155,7 +156,7 @@ def evaluate(
     from megagate.telemetry.telemetry import Telemetry
 
     args, result = loaded.args, Result(loaded)
-    end_of_document = tokenizer.eod if args.reset_attention_mask else None
+    end_of_document = tokenizer.eod if tells_documents_apart(args) else None
     paths = data_paths if isinstance(data_paths, Mapping) else {path: path for path in data_paths}
     opened = [(name, path, open_dataset(path)) for name, path in paths.items()]
     for _, path, dataset in opened:
@@ -274,12 +275,12 @@ def tokenizer_for_text(args: argparse.Namespace, moved_to: str | None) -> Any:
     Raises:
         UserError: it was asked for or is needed and cannot be built, or is another one than the checkpoint's.
     """
-    if args.tokenizer_type == "NullTokenizer" and not args.reset_attention_mask:
+    if args.tokenizer_type == "NullTokenizer" and not tells_documents_apart(args):
         return None  # its tokens are numbers, there is no text
     try:
         tokenizer = tokenizer_of(args, moved_to)
     except UserError as error:
-        if moved_to is not None or args.reset_attention_mask:
+        if moved_to is not None or tells_documents_apart(args):
             raise
         print(f"the text's bytes are not known: {error}", file=sys.stderr, flush=True)
         return None

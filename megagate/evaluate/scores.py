@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from megagate.evaluate.load import LoadedModel
-from megagate.evaluate.masks import document_mask
+from megagate.evaluate.masks import masks_and_positions
 from megagate.evaluate.vocabulary import whole_vocabulary
 
 Pair = tuple[Sequence[int], Sequence[int]]
@@ -22,7 +22,7 @@ def continuation_scores(
         loaded: the model.
         pairs: none of them empty; of what is longer than the model's positions the beginning is left out.
         micro_batch_size: pairs that are computed at a time; those of similar length, the longest first.
-        end_of_document: for a model that was trained with --reset-attention-mask.
+        end_of_document: for a model that was trained with --reset-attention-mask or --reset-position-ids.
     """
     longest = loaded.args.max_position_embeddings
     rows = [[*first, *second][-longest - 1 :] for first, second in pairs]
@@ -47,8 +47,7 @@ def _scores(
 
     length = max(map(len, rows)) - 1
     inputs = torch.tensor([row[:-1] + [0] * (length + 1 - len(row)) for row in rows]).cuda()
-    positions = torch.arange(length, device=inputs.device).expand_as(inputs).contiguous()
-    mask = None if end_of_document is None else document_mask(inputs, end_of_document)
+    mask, positions = masks_and_positions(loaded.args, inputs, end_of_document)
     # Padding stands behind, where nothing that counts sees it; logits are computed where they are asked for.
     places = [
         (index, row) for row, (tokens, count) in enumerate(zip(rows, counts, strict=True))

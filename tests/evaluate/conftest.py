@@ -12,7 +12,11 @@ LAYOUTS = {
     "tensor-expert": (2, "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2"),
     "pipeline": (2, "--pipeline-model-parallel-size 2"),
     "bf16": (1, "--bf16"),
-    "documents-apart": (1, "--reset-attention-mask --null-tokenizer-eod-id 3"),
+    "documents-apart": (
+        1,
+        "--reset-attention-mask --reset-position-ids --position-embedding-type learned_absolute "
+        "--null-tokenizer-eod-id 3",
+    ),
     "headwise": (1, "--gate-preset sdpa-headwise --make-vocab-size-divisible-by 96"),
     "delta-net": (
         2,

@@ -21,6 +21,8 @@ CASES = {preset: f"{SHAPE} {EXPERTS} --gate-preset {preset}" for preset in ALL_P
     "window, documents apart": f"{SHAPE} --window-size 4,0 --reset-attention-mask --null-tokenizer-eod-id 3",
     "documents apart": f"{SHAPE} --reset-attention-mask --null-tokenizer-eod-id 3 --gate-preset sdpa-elementwise",
     "learned positions": f"{SHAPE} --position-embedding-type learned_absolute --gate-preset value-headwise",
+    "positions by document": f"{SHAPE} --position-embedding-type learned_absolute --reset-position-ids "
+    "--reset-attention-mask --null-tokenizer-eod-id 3 --gate-preset sdpa-headwise",
     "YaRN": f"{SHAPE} --position-embedding-type yarn --rotary-scaling-factor 4 --mscale 0.7 "
     "--yarn-original-max-position-embeddings 8 --gate-preset sdpa-headwise",
     "delta net": f"{SHAPE} {EXPERTS} --gate-preset sdpa-elementwise --hybrid-layer-pattern GE*- "
@@ -47,18 +49,18 @@ def differences(name: str) -> list[float]:
 
     from megagate.evaluate.decoder import Decoder
     from megagate.evaluate.load import LoadedModel
-    from megagate.evaluate.masks import document_mask
+    from megagate.evaluate.masks import document_mask, document_positions
 
     model = build(Case(flags=CASES[name]))[0][0].module.eval().requires_grad_(False)
     args = argparse.Namespace(**vars(get_args()))
-    apart = END if args.reset_attention_mask else None
 
     def expected(tokens: list[int]) -> Tensor:
         inputs = torch.tensor([tokens])
-        mask = None if apart is None else document_mask(inputs, apart)
-        return model(inputs, torch.arange(len(tokens))[None], mask)[0, -1].float()
+        mask = document_mask(inputs, END) if args.reset_attention_mask else None
+        positions = document_positions(inputs, END) if args.reset_position_ids else torch.arange(len(tokens))[None]
+        return model(inputs, positions, mask)[0, -1].float()
 
-    decoder = Decoder(LoadedModel(model, args, Path(), 0), [row[:-STEPS] for row in rows()], STEPS, apart)
+    decoder = Decoder(LoadedModel(model, args, Path(), 0), [row[:-STEPS] for row in rows()], STEPS, END)
     assert decoder.has_cache == (name != "delta net")
     found = []
     for step in range(STEPS):
@@ -93,3 +95,14 @@ def test_a_row_ends_with_its_positions_and_others_go_on() -> None:
 def test_each_step_is_the_full_forward(name: str) -> None:
     found = run_distributed(differences, 1, name)[0]
     assert max(found) < (2e-2 if name == "bf16" else 1e-5), found
+
+
+def test_positions_count_from_the_beginning_of_a_document() -> None:
+    """Padding in front, which may be the very token that ends documents, is none."""
+    from megagate.evaluate.masks import document_positions
+
+    tokens = torch.tensor([[5, 0, 6, 7, 0, 0, 8], [0, 0, 9, 0, 5, 6, 7]])
+    assert document_positions(tokens, 0)[0].tolist() == [0, 1, 0, 1, 2, 0, 0]
+    padded = document_positions(tokens, 0, torch.tensor([0, 2]))
+    assert padded[0].tolist() == [0, 1, 0, 1, 2, 0, 0]
+    assert padded[1, 2:].tolist() == [0, 1, 0, 1, 2]
