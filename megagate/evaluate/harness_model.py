@@ -4,6 +4,7 @@
 other model. The class is made inside the function, since the harness is an optional package.
 """
 
+import itertools
 import os
 import sys
 import time
@@ -95,11 +96,9 @@ def language_model(loaded: LoadedModel, tokenizer: Any, micro_batch_size: int = 
             return found
 
         def _generated(self, asked: Sequence[tuple[str, Any]], order: list[int]) -> Iterator[tuple[int, str]]:
-            start = 0
-            while start < len(order):
-                wanted = asked[order[start]][1]
-                numbers = [number for number in order[start : start + micro_batch_size] if asked[number][1] == wanted]
-                start += len(numbers)
+            groups = itertools.groupby(order, key=lambda number: repr(asked[number][1]))
+            for numbers in itertools.chain.from_iterable(itertools.batched(own, micro_batch_size) for _, own in groups):
+                wanted = asked[numbers[0]][1]
                 room = min(wanted["max_gen_toks"], positions - 1)
                 prompts = [
                     (self.tok_encode(asked[number][0]) or [tokenizer.eod])[room - positions :] for number in numbers

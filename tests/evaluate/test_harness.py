@@ -139,6 +139,14 @@ def answers(checkpoint: Path, folder: Path, generated: list[list[int]]) -> dict[
         one, many = (language_model(loaded, tokenizer, size).generate_until(requests) for size in (1, 4))
         assert one == many, "what is drawn depends on no other request"
         assert len(set(one)) == len(prompts)
+        # Tasks may have the same settings, written in another order, and others that are sorted between them.
+        kinds = [{"until": ["q"], "max_gen_toks": 5}, {"temperature": 0.0, "max_gen_toks": 2}]
+        kinds.append({"do_sample": False, "temperature": 0.0} | kinds[0])
+        kinds[0] |= {"do_sample": False, "temperature": 0.0}
+        requests = [SimpleNamespace(args=("A small old cat", kind)) for kind in kinds]
+        alone = [language_model(loaded, tokenizer).generate_until([request])[0] for request in requests]
+        assert language_model(loaded, tokenizer).generate_until(requests) == alone
+        assert all(alone)
         with pytest.raises(UserError, match=r"joins the answer 're' to the end of its question"):
             language_model(loaded, tokenizer)._loglikelihood_tokens([(("The", "re"), [5], [])])
     found = {name: [sample["resps"] for sample in samples] for name, samples in results["samples"].items()}
