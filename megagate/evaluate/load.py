@@ -53,8 +53,19 @@ ONE_PROCESS: dict[str, Any] = {
     "use_cpu_initialization": False,
     # It masks as generation needs, and a model of either backend loads into it.
     "transformer_impl": "local",
-    # DeepEP refuses experts that are on one rank.
+    # Ways to be fast on many GPUs, which refuse one rank, a CPU or the layers above.
     "moe_token_dispatcher_type": "alltoall",
+    "moe_flex_dispatcher_backend": "deepep",
+    "overlap_moe_expert_parallel_comm": False,
+    "delay_wgrad_compute": False,
+    "defer_embedding_wgrad_compute": False,
+    "moe_single_grouped_weight": False,
+    "moe_single_grouped_bias": False,
+    "moe_paged_stash": False,
+    "batch_invariant_mode": False,
+    "cuda_graph_impl": "none",
+    "nccl_ub": False,
+    "use_sharp": False,
 }
 
 STATE = ("expert_bias",)

@@ -77,13 +77,12 @@ def test_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
         chosen(moe_token_dispatcher_type="flex", bf16=False, elsewhere=True)
 
 
-def test_a_run_with_it_can_be_built_and_evaluated_here() -> None:
-    assert run_distributed(built, 1, timeout=100) == [("flex", "alltoall")]
+def test_a_rank_of_a_run_with_it_is_built_here() -> None:
+    assert run_distributed(built, 1, timeout=100) == ["flex"]
 
 
-def built() -> tuple[str, str]:
-    """Build a rank of a run with DeepEP; return how its tokens go, and where its checkpoint is evaluated."""
-    from megagate.evaluate.load import for_one_process
+def built() -> str:
+    """Build a rank of a run with DeepEP, and return how its tokens go."""
     from megagate.plan.dry_run import arguments_for, build
     from tests.plan.cluster import without_help
 
@@ -91,7 +90,7 @@ def built() -> tuple[str, str]:
     flags = ["--recipe", "examples/moe_15a2b/recipe.yaml", "--moe-token-dispatcher-type", "flex", "--num-layers", "2"]
     with without_help():
         args, _ = arguments_for(flags, 64)
-    asked, evaluated = args.moe_token_dispatcher_type, for_one_process(args).moe_token_dispatcher_type
+    asked: str = args.moe_token_dispatcher_type
     with build(args) as rank:
         assert rank.parameters()
-    return asked, evaluated
+    return asked
