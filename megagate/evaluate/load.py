@@ -94,6 +94,10 @@ FORWARD_ONLY: dict[str, Any] = {
     # Experts that drop what exceeds their capacity would make a token's loss depend on its batch.
     "moe_expert_capacity_factor": None,
     "moe_pad_expert_input_to_capacity": False,
+    # Megatron adds this noise in evaluation too, and the next two make routing one that is for benchmarks only.
+    "moe_input_jitter_eps": None,
+    "moe_router_force_load_balancing": False,
+    "moe_router_force_biased": None,
     "rampup_batch_size": None,
     "step_batch_size_schedule": None,
 }

@@ -23,7 +23,7 @@ LAYOUTS = {
         "--pipeline-model-parallel-size 2 --hybrid-layer-pattern GE|*E --linear-num-key-heads 2 "
         "--linear-num-value-heads 4 --linear-key-head-dim 8 --linear-value-head-dim 8",
     ),
-    "baseline": (1, "--gate-preset baseline --make-vocab-size-divisible-by 128"),
+    "baseline": (1, "--gate-preset baseline --make-vocab-size-divisible-by 128 --moe-input-jitter-eps 0.3"),
 }
 """Name -> ranks, and flags beside those of `runs`; unless they say otherwise, the gate is elementwise, and the
 vocabulary not padded."""

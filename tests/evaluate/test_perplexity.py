@@ -34,6 +34,7 @@ def test_one_process_finds_the_loss_of_the_trainers_own_validation(layout, check
 
 @pytest.mark.parametrize("name", ["tensor-expert", "headwise", "baseline"])
 def test_loss_and_gate_scores_are_those_computed_token_by_token(name, checkpoints, data, documents):
+    """Also of a model in whose training there was noise before the router."""
     folder = checkpoints(name)
     (report,) = run_distributed(runs.report, 1, folder, [data["many_documents"]])
     (anew,) = run_distributed(runs.recompute, 1, folder, documents["many_documents"])
