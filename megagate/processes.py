@@ -1,4 +1,7 @@
-"""Programs that are run as steps of something larger: their whole output in a log, what matters of it to the caller."""
+"""Programs that are run as steps of something larger: their whole output in a log, what matters of it to the caller.
+
+Also, on their side, processes that do not outlive the one that started them.
+"""
 
 import os
 import re
@@ -6,9 +9,12 @@ import shlex
 import signal
 import socket
 import subprocess
+import threading
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 """The repository."""
@@ -124,3 +130,24 @@ def run_logged(
             if process.poll() is None:
                 process.send_signal(signal.SIGTERM)
                 process.wait()
+
+
+def end_with(pid: int) -> None:
+    """Have this process end when the process `pid` has, however that ended, and even if nobody has reaped it.
+
+    Raises:
+        psutil.NoSuchProcess: it has ended already.
+    """
+    import psutil
+
+    threading.Thread(target=_wait_for_end, args=(psutil.Process(pid),), daemon=True).start()
+
+
+def _wait_for_end(process: Any) -> None:
+    import psutil
+
+    try:
+        while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+            time.sleep(1)
+    finally:
+        os._exit(1)

@@ -18,12 +18,11 @@ from multiprocessing import connection
 from multiprocessing.managers import SyncManager
 from typing import Any
 
-import psutil
-
 from megagate.around import put_around
 from megagate.errors import UserError
 from megagate.platform import on_cpu
 from megagate.pretrain import stop
+from megagate.processes import end_with
 from megagate.supervise.records import write_outcome
 
 GRACE = 5.0
@@ -85,15 +84,7 @@ def work(*positional: Any) -> None:
 def belong_to(rank: int) -> None:
     """Have this process live as long as its rank, of the pid `rank`: through signals, and not after it."""
     stop.leave_signals_to(rank)
-    threading.Thread(target=_wait_for_end, args=(psutil.Process(rank),), daemon=True).start()
-
-
-def _wait_for_end(process: psutil.Process) -> None:
-    try:
-        while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
-            time.sleep(1)
-    finally:
-        os._exit(1)
+    end_with(rank)
 
 
 def _ending_with_rank(writer: Any, original: Any) -> Any:

@@ -7,9 +7,7 @@ imported libraries) instead of spending seconds to build it again.
 
 import gc
 import multiprocessing
-import os
 import signal
-import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -17,6 +15,7 @@ from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
 from megagate.errors import UserError
+from megagate.processes import end_with
 
 ITEMS_PER_WORKER = 3
 """Items in flight for each worker: enough to keep it busy, few enough to bound memory."""
@@ -58,15 +57,9 @@ def _start_worker(function: Callable[[Any], Any]) -> None:
     gc.freeze()  # a collection would write to every inherited object, and so copy the parent's memory
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    """Do not outlive a parent that was killed and could not clean up."""
     parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
+    assert parent is not None and parent.pid is not None
+    end_with(parent.pid)  # which may be killed and not clean up
 
 
 def _call(item: Any) -> Any:

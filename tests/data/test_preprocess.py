@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from megagate.data import corpus as corpus_module
@@ -387,6 +388,24 @@ def test_an_interrupted_command_ends_at_once_and_leaves_nothing(sent, tmp_path):
     _, errors = process.communicate(timeout=60)
     assert (process.returncode, errors) == (130, b"interrupted\n")
     assert os.listdir(tmp_path) == []
+
+
+def test_workers_end_with_a_command_that_is_killed(tmp_path):
+    arguments = ["--input", "-", "--output-prefix", tmp_path / "out", "--tokenizer-type", "NullTokenizer"]
+    words = command(*arguments, "--vocab-size", 10, "--workers", 3)
+    process = subprocess.Popen(words, stdin=subprocess.PIPE, env=ENVIRONMENT)
+    try:
+        process.stdin.write(b'{"text": "1 2 3"}\n' * 200000)
+        deadline = time.monotonic() + 60
+        workers = []
+        while len(workers) < 3 and time.monotonic() < deadline:
+            workers = psutil.Process(process.pid).children(recursive=True)
+            time.sleep(0.05)
+        assert len(workers) == 3
+    finally:
+        process.kill()
+    process.wait(60)
+    assert psutil.wait_procs(workers, timeout=60)[1] == []
 
 
 def test_an_interrupted_publication_never_leaves_a_whole_looking_pair(numbers, tmp_path, monkeypatch):
