@@ -50,6 +50,8 @@ GRACE = 3.0
 OUTPUT_SHOWN = 8000
 
 STACK_SIGNAL = signal.SIGUSR2  # the launcher uses SIGUSR1
+STACK = "(most recent call first)"
+STACK_SECONDS = 10.0
 TEMPLATE_VARIABLE = "MEGAGATE_TEST_TEMPLATE"
 RANK_ENVIRONMENT = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
@@ -337,7 +339,10 @@ class _Pool:
         for rank in unfinished:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(workers[rank].process_id, STACK_SIGNAL)
-        time.sleep(0.5)  # the stacks are written by the signal handlers of the ranks
+        deadline = time.monotonic() + STACK_SECONDS
+        while time.monotonic() < deadline and not all(STACK in workers[rank].read_output() for rank in unfinished):
+            time.sleep(0.05)  # the stacks are written by the signal handlers of the ranks
+        time.sleep(0.5)  # one stack is that of a thread, and there are more
         ranks = ", ".join(str(rank) for rank in sorted(unfinished))
         error = RankTimeoutError(f"rank {ranks} of {len(workers)} still running after {timeout:g} s")
         for rank, worker in enumerate(workers):

@@ -174,7 +174,7 @@ def test_a_failing_rank_is_named_and_the_others_do_not_wait():
     start = time.monotonic()
     with pytest.raises(ValueError, match="wrong on purpose") as caught:
         run_distributed(fail_on, 4, 2, ValueError("wrong on purpose"))
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 60
     notes = "\n".join(caught.value.__notes__)
     assert "raised on rank 2 of 4" in notes
     assert "raise error" in notes, "the traceback of the rank"
@@ -211,8 +211,8 @@ def test_a_rank_that_dies_is_reported():
 
 def test_a_time_out_shows_the_stacks_and_kills_the_ranks():
     processes = run_distributed(process_id, 3)
-    with pytest.raises(RankTimeoutError, match="rank 1, 2 of 3 still running after 2 s") as caught:
-        run_distributed(wait_for_nobody, 3, timeout=2)
+    with pytest.raises(RankTimeoutError, match="rank 1, 2 of 3 still running after 4 s") as caught:
+        run_distributed(wait_for_nobody, 3, timeout=4)
     notes = "\n".join(caught.value.__notes__)
     assert "rank 0 had finished" in notes
     assert notes.count("in wait_for_nobody") == 2
@@ -222,7 +222,7 @@ def test_a_time_out_shows_the_stacks_and_kills_the_ranks():
 
 def test_what_a_rank_started_dies_with_it(tmp_path):
     with pytest.raises(RankTimeoutError):
-        run_distributed(start_sleeping_child, 2, str(tmp_path), timeout=3)
+        run_distributed(start_sleeping_child, 2, str(tmp_path), timeout=6)
     assert_all_end([int(word) for file in tmp_path.iterdir() for word in file.read_text().split()], count=4)
 
 
@@ -273,9 +273,9 @@ def test_world_sizes_out_of_range_are_refused():
 
 
 def assert_all_end(processes: list[int], count: int) -> None:
-    """Check that `count` processes are given and that all of them end within a few seconds."""
+    """Check that `count` processes are given and that all of them end, long before they would by themselves."""
     assert len(processes) == count
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while alive := [process for process in processes if is_running(process)]:
         assert time.monotonic() < deadline, alive
         time.sleep(0.05)

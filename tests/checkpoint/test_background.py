@@ -69,7 +69,7 @@ def start(folder: Path, *flags: str) -> tuple[subprocess.Popen, list[psutil.Proc
     with open(folder.with_suffix(".log"), "wb") as log:
         environment = {**os.environ, DIRECTORY_VARIABLE: str(folder / FOLDER)}  # as under a supervisor
         run = subprocess.Popen(words, cwd=ROOT, stdout=log, stderr=log, env=environment)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 200
     while keep.tracked(folder) is None:
         assert run.poll() is None and time.monotonic() < deadline, folder.with_suffix(".log").read_text()
         time.sleep(0.2)
@@ -105,7 +105,7 @@ def test_what_a_rank_starts_ends_with_it(tmp_path: Path, flag: str, number: sign
             assert stacks.read_text().count("\n") == 1  # the name of the machine: nobody has answered for the rank
         run.send_signal(number)
         status = run.wait(60)
-        _, left = psutil.wait_procs(started, timeout=20)
+        _, left = psutil.wait_procs(started, timeout=60)
     finally:
         run.kill()
     assert not left

@@ -377,7 +377,7 @@ def test_an_interrupted_command_ends_at_once_and_leaves_nothing(sent, tmp_path):
     )
     process.stdin.write(b'{"text": "1 2 3"}\n' * 200000)  # 3.6 MB: more than the pipe and the first batches hold
     process.stdin.flush()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while not os.listdir(tmp_path) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert [name.rsplit("-")[0] for name in os.listdir(tmp_path)] == ["out_unfinished"]
@@ -385,7 +385,7 @@ def test_an_interrupted_command_ends_at_once_and_leaves_nothing(sent, tmp_path):
         os.killpg(process.pid, sent)  # a terminal sends Ctrl-C to the workers too
     else:
         process.send_signal(sent)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=120)
     assert (process.returncode, errors) == (130, b"interrupted\n")
     assert os.listdir(tmp_path) == []
 

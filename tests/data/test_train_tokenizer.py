@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import time
 
 import pytest
 from hypothesis import example, given, settings
@@ -12,6 +11,7 @@ from hypothesis import strategies as st
 from megagate.data import train_tokenizer as module
 from megagate.data.train_tokenizer import main, sample_sentences, train_sentencepiece
 from megagate.errors import UserError
+from tests.launch.cluster import wait_for
 
 DIFFICULT = " \n\t\r\0\u2581\u2585\U0010fffda b_\u00a0\u3000\ufeff\U0001f600\U0001f468\u200d\u0301\ufb01"
 """Spaces, controls, U+2581 and the escape with its suffixes, SentencePiece's reserved characters, emoji, ligatures."""
@@ -162,10 +162,9 @@ def test_an_existing_model_is_kept_unless_overwrite_is_given(corpus, tmp_path, c
 
 def test_long_work_shows_progress(corpus, tmp_path, capsys, monkeypatch):
     def slow(*_):
-        time.sleep(0.3)
+        wait_for(lambda: "training on 0.0 MB, 0 s so far" in capsys.readouterr().err, 60, "progress")
         return b"model"
 
     monkeypatch.setattr(module, "HEARTBEAT_SECONDS", 0.05)
     monkeypatch.setattr(module, "train_sentencepiece", slow)
-    main(["--input", corpus, "--output-prefix", str(tmp_path / "tok"), "--vocab-size", "600"])
-    assert "training on 0.0 MB, 0 s so far" in capsys.readouterr().err
+    assert main(["--input", corpus, "--output-prefix", str(tmp_path / "tok"), "--vocab-size", "600"]) == 0

@@ -4,7 +4,6 @@ import contextlib
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +87,6 @@ class LocalRun:
     def wait_for_attempt(self, number: int) -> None:
         """Wait until so many attempts have begun, and the last of them has done a step."""
         wait_for(lambda: len(self.events("attempt")) >= number, START, f"attempt {number}", self.log)
-        time.sleep(0.5)
 
         def stepped() -> bool:
             progress = read_progress(self.save / FOLDER)

@@ -44,7 +44,7 @@ SelectTypeParameters=CR_Core
 SlurmdParameters=config_overrides
 ReturnToService=2
 JobRequeue=1
-SlurmdTimeout=5
+SlurmdTimeout=15
 KillWait=20
 NodeName=n[1-3] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{first}-{last}] CPUs=2 RealMemory=4000
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
@@ -101,11 +101,11 @@ class Cluster:
         words = [f"--{name}={self.folder / file}" for name, file in {**files, "seed-file": "munge.seed"}.items()]
         # --force: it refuses folders that others may write, such as /tmp.
         self._start("munged", "--foreground", "--force", *words)
-        wait_for((self.folder / "munge.socket").exists, 10, "munged")
+        wait_for((self.folder / "munge.socket").exists, 60, "munged")
         self._start("slurmctld", "-D")
         for node in NODES:
             self.start_node(node)
-        wait_for(lambda: self.run("sinfo", "-h", "-o", "%T").split() == ["idle"], 30, "idle nodes")
+        wait_for(lambda: self.run("sinfo", "-h", "-o", "%T").split() == ["idle"], 60, "idle nodes")
 
     def start_node(self, node: str) -> None:
         """Start the slurmd of a node."""

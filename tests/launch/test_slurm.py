@@ -18,9 +18,9 @@ def test_a_warning_before_the_time_limit(cluster: Cluster, tmp_path: Path) -> No
     run = Run(cluster, tmp_path / "run", steps=40, name="warned")
     job = run.submit(interval=4)
     second = run.submit()
-    run.wait_for_step(5)
-    assert cluster.job(second)["Reason"] == "Dependency"
+    wait_for(lambda: cluster.job(second)["Reason"] == "Dependency", 60, "the second job waits")
     cluster.run("scancel", second)
+    run.wait_for_step(5)
     cluster.run("scancel", "--signal=USR1", "--batch", job)  # as --signal=B:USR1 does
     wait_for(lambda: cluster.job(job)["Restarts"] == "1", 60, "requeue", run.log)
     run.wait_for_state(job, "COMPLETED")

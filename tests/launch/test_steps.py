@@ -10,8 +10,9 @@ from tests.launch.cluster import Cluster, wait_for
 SCRIPT = f"""#!/bin/bash
 export PYTHONPATH={ROOT}
 for name in USR1 KILL; do
-    srun --ntasks=2 --ntasks-per-node=1 bash -c 'trap "echo told; exit" USR1; for i in $(seq 300); do sleep 0.1; done' &
-    sleep 1.5
+    srun --ntasks=2 --ntasks-per-node=1 bash -c 'trap "echo told; exit" USR1; touch "$1.$SLURM_PROCID"
+        for i in $(seq 600); do sleep 0.1; done' _ "$1/$name" &
+    until [ -e "$1/$name.0" ] && [ -e "$1/$name.1" ]; do sleep 0.1; done
     {sys.executable} -c "from megagate.supervise import slurm; slurm.signal_ranks('$name')"
     wait $!
     echo "after $name"
@@ -22,8 +23,8 @@ done
 def test_signals_to_the_steps_of_a_job(cluster: Cluster, tmp_path: Path) -> None:
     script, log = tmp_path / "job.sbatch", tmp_path / "log"
     script.write_text(SCRIPT)
-    job = cluster.run("sbatch", "--nodes=2", f"--output={log}", str(script)).split()[-1]
-    wait_for(lambda: cluster.job(job)["JobState"] not in ("PENDING", "RUNNING"), 60, "the end")
+    job = cluster.run("sbatch", "--nodes=2", f"--output={log}", str(script), str(tmp_path)).split()[-1]
+    wait_for(lambda: cluster.job(job)["JobState"] not in ("PENDING", "RUNNING"), 120, "the end")
     lines = log.read_text().splitlines()
     assert cluster.job(job)["JobState"] == "COMPLETED", lines
     assert lines.count("told") == 2

@@ -184,8 +184,8 @@ def test_slurm_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         (tmp_path / name).write_text("#!/bin/sh\necho 'Unable to contact slurm controller' >&2; exit 1\n")
     assert slurm.nodes() == []
     assert slurm.seconds_left() is None
-    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 100))
-    assert 90 < (slurm.seconds_left() or 0) <= 100
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 1000))
+    assert 500 < (slurm.seconds_left() or 0) <= 1000
 
 
 @pytest.mark.parametrize("text", ["", "\0\0", "5\n", "release"])

@@ -6,10 +6,10 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from megagate.errors import UserError
@@ -125,11 +125,11 @@ def test_a_mistake_of_the_user(tmp_path: Path) -> None:
 def test_told_to_stop(number: signal.Signals, name: str, tmp_path: Path) -> None:
     run = Supervised(tmp_path, [{"steps": 4, "end": "wait"}])
     process = run.start()
-    wait_for(lambda: (read_progress(run.save / FOLDER) or ProgressFileLike).step == 4, 30, "step 4")
+    wait_for(lambda: (read_progress(run.save / FOLDER) or ProgressFileLike).step == 4, 60, "step 4")
     second, said = run.run()  # while the first is at work
     assert (second, "another supervisor" in said) == (2, True)
     process.send_signal(number)
-    output = process.communicate(timeout=30)[0]
+    output = process.communicate(timeout=60)[0]
     assert process.returncode == 75, output
     (end,) = run.ends
     assert (end["kind"], end["signal"], end["saved"], end["steps_lost"]) == ("stopped", name, 4, 0)
@@ -153,9 +153,7 @@ def test_a_hang_is_reported_with_its_stack(tmp_path: Path) -> None:
 def test_a_supervisor_that_went_away(tmp_path: Path) -> None:
     run = Supervised(tmp_path, [{"steps": 6, "save": 4, "end": "hang"}, {"steps": 8, "save": 8, "end": "finished"}])
     process = run.start()
-    wait_for(lambda: (run.save / "latest_checkpointed_iteration.txt").exists(), 30, "a save")
-    import psutil
-
+    wait_for(lambda: (run.save / "latest_checkpointed_iteration.txt").exists(), 60, "a save")
     children = psutil.Process(process.pid).children(recursive=True)
     assert "supervisor gave a sign of life" in screen(run.save)
     process.kill()
@@ -168,7 +166,7 @@ def test_a_supervisor_that_went_away(tmp_path: Path) -> None:
     assert status == 2 and "ranks that it left" in output
     for child in children:
         child.kill()
-    time.sleep(0.5)
+    psutil.wait_procs(children, timeout=60)
     status, output = run.run()
     assert status == 0, output
     lost, last = run.ends
