@@ -206,7 +206,7 @@ def _search(options: argparse.Namespace, rest: list[str]) -> int:
     text = [
         f"{len(found)} layouts fit {options.gpus} {machine.name}, {sum(rejected.counts.values())} do not; the fastest:"
     ]
-    numbers: dict[str, Any] = {"fitting": len(found), "best": [], "rejected": []}
+    numbers: dict[str, Any] = {"fitting": len(found), "best": [], "rejected": [], "not counted": args.uncounted}
     for candidate in found[: options.top]:
         step = candidate.estimate
         text.append(
@@ -226,7 +226,7 @@ def _search(options: argparse.Namespace, rest: list[str]) -> int:
     for reason, count in sorted(rejected.counts.items(), key=lambda item: -item[1]):
         text.append(f"  {count} for example since {rejected.examples[reason]}")
         numbers["rejected"].append({"count": count, "reason": reason, "example": rejected.examples[reason]})
-    _show(numbers, text, options.json)
+    _show(numbers, [*text, *_uncounted(args)], options.json)
     return 0 if found else 1
 
 
@@ -246,8 +246,13 @@ def _scale(options: argparse.Namespace, rest: list[str]) -> int:
             Path(options.figure).write_bytes(to_png(figure(rows, machine)))
         except OSError as error:
             raise UserError(f"cannot write {options.figure}: {error.strerror}; choose another --figure") from error
-    _show({"GPU": machine.name, "rows": rows}, list(lines(rows, machine)), options.json)
+    text = [*lines(rows, machine), *_uncounted(args)]
+    _show({"GPU": machine.name, "rows": rows, "not counted": args.uncounted}, text, options.json)
     return 0
+
+
+def _uncounted(args: argparse.Namespace) -> list[str]:
+    return [f"not counted: {', '.join(args.uncounted)}"] if args.uncounted else []
 
 
 def _show_errors() -> int:

@@ -27,6 +27,7 @@ from megagate.plan.gpus import GIB
 from megagate.plan.layout import layout_of
 from megagate.plan.memory import rank_memory
 from megagate.plan.parameters import count
+from megagate.plan.uncounted import uncounted
 from megagate.platform import cpu
 from megagate.pretrain.arguments import build_parser, finish, read
 from megagate.pretrain.backend import stand_in
@@ -85,13 +86,24 @@ def arguments_for(argv: Sequence[str], world_size: int, rank: int = 0) -> tuple[
         stand_ins += ["--tokenizer-type", "NullTokenizer"]
         notes.append("no tokenizer is given: the run needs --tokenizer-type")
     args = read([*argv, *stand_ins], elsewhere=True)
-    args.fp8_weights = fp8_weights(args)  # of which nothing is left in what stands in
+    # Of which nothing is left in what stands in.
+    args.fp8_weights, args.uncounted = fp8_weights(args), uncounted(args)
     note = stand_in(args)
     if note is not None:
         notes.append(note)
     for name in NO_WRITERS:
         setattr(args, name, None)
-    return finish(args), notes
+    _set_recompute(finish(args))
+    return args, notes
+
+
+def _set_recompute(args: argparse.Namespace) -> None:
+    """Say in arguments which modules Megatron's configuration takes where flags do not name them."""
+    if args.recompute_modules is None and args.recompute_granularity == "selective":
+        args.recompute_modules = ["core_attn"]
+    if args.moe_layer_recompute:
+        args.recompute_granularity = "selective"
+        args.recompute_modules = [*(args.recompute_modules or ["core_attn"]), "moe"]
 
 
 def forget() -> None:
@@ -211,3 +223,5 @@ def describe(rank: Rank) -> Iterator[str]:
     yield f"memory in GiB as tools/plan.py counts it: {sizes}"
     if args.fp8_weights is not None:
         yield args.fp8_weights.note
+    if args.uncounted:
+        yield f"not counted there: {', '.join(args.uncounted)}"

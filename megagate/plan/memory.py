@@ -21,7 +21,6 @@ from megagate.plan.layout import Layout
 from megagate.plan.parameters import Tensor, chunk_tensors
 
 FP32 = 4
-ADAM_MOMENTS = 2
 
 
 @dataclass(frozen=True)
@@ -94,14 +93,24 @@ def static_memory(args: argparse.Namespace, layout: Layout, rank: int) -> Static
         weights=weights,
         fp8_copies=copies,
         gradients=held * gradient_width,
-        main_weights=main * FP32 if width < FP32 else 0,
-        moments=main * ADAM_MOMENTS * FP32,
+        main_weights=main * _main_width(args) if width < FP32 else 0,
+        moments=main * (args.exp_avg_dtype.itemsize + args.exp_avg_sq_dtype.itemsize),
         parameters=parameters,
         gate_share=gate / parameters,
         chunks=chunks,
         buffers=buffers,
         gathered=gathered,
     )
+
+
+def _main_width(args: argparse.Namespace) -> int:
+    """Return the bytes of the optimizer's copy of a 16-bit weight.
+
+    Transformer Engine's precision-aware Adam keeps of an fp32 copy what the bf16 weight lacks (store_param_remainders).
+    """
+    dtype: torch.dtype = args.main_params_dtype
+    is_remainder = args.use_precision_aware_optimizer and args.bf16 and dtype == torch.float32
+    return dtype.itemsize - args.params_dtype.itemsize if is_remainder else dtype.itemsize
 
 
 def _buffers(

@@ -10,10 +10,11 @@ from megagate.plan.communication import step_transfers
 from megagate.plan.estimate import Estimate, estimate, shares, transfer_seconds
 from megagate.plan.gpus import GIB, Gpu
 from megagate.plan.layout import Layout, layout_of
-from megagate.plan.memory import ADAM_MOMENTS, FP32, rank_memory
+from megagate.plan.memory import FP32, rank_memory
 from megagate.plan.parameters import count
 
 DAY = 86400
+ADAM_MOMENTS = 2
 TAKEN_FOR_GRANTED = "experts used alike, Transformer Engine's kernels, no stragglers, GPUs at full power"
 
 
@@ -61,6 +62,7 @@ def plan(args: argparse.Namespace, gpu: Gpu, options: argparse.Namespace) -> dic
             "power_overhead": options.power_overhead,
             "precision": options.precision,
             "taken for granted": TAKEN_FOR_GRANTED,
+            "not counted": args.uncounted,
             "GPU": asdict(gpu),
         },
     }
@@ -202,6 +204,8 @@ def lines(planned: dict[str, Any], options: argparse.Namespace) -> Iterator[str]
     )
     yield ""
     assumed = planned["assumptions"]
+    if assumed["not counted"]:
+        yield f"not counted: {', '.join(assumed['not counted'])}"
     yield f"assumed: {assumed['taken for granted']}"
     yield f"assumed for {assumed['precision']}: " + ", ".join(
         f"{name.replace('_', ' ')} {value:g}" for name, value in _numbers(assumed)

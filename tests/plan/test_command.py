@@ -104,6 +104,29 @@ def test_recomputation_takes_less_memory_and_more_time(planned: list[tuple[int, 
     assert runs[0]["step"]["seconds"] < runs[1]["step"]["seconds"] < runs[2]["step"]["seconds"]
 
 
+def test_flags_that_megatron_completes_or_the_plan_does_not_count() -> None:
+    selective = SELECTIVE[:3]
+    aware = ["--use-precision-aware-optimizer", "--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16"]
+    engine = ["--transformer-impl", "transformer_engine", *selective, "layernorm", "moe_act"]
+    flags = [
+        *([], ["--recompute-activations"], [*selective, "core_attn"]),
+        *(["--moe-layer-recompute"], [*selective, "core_attn", "moe"]),
+        *(aware, [*engine, "--moe-expert-capacity-factor", "1"]),
+    ]
+    results = run_distributed(plans, 1, [[*SMALL, *more, "--json", "-"] for more in flags], timeout=100)[0]
+    found = [numbers_of(text) for _, text in results]
+    plain, default, core, moe_layer, moe, aware_plan, uncounted = found
+    assert default == core and moe_layer == moe
+    memory = [run["memory"]["by pipeline rank"][0] for run in found]
+    assert memory[4]["activations"] < memory[2]["activations"] < memory[0]["activations"] == memory[6]["activations"]
+    # The halves of an fp32 copy that a bf16 weight lacks, and moments of two bytes.
+    assert memory[5]["main weights"] == memory[0]["main weights"] / 2
+    assert memory[5]["Adam's moments"] == memory[0]["Adam's moments"] / 2
+    assert all(run["assumptions"]["not counted"] == [] for run in (plain, moe, aware_plan))
+    skipped = ["--recompute-modules layernorm moe_act", "--moe-expert-capacity-factor"]
+    assert uncounted["assumptions"]["not counted"] == skipped
+
+
 def test_search_finds_layouts_that_are_as_it_says(planned: list[tuple[int, Any]]) -> None:
     status, numbers = planned[4]
     assert status == 0

@@ -33,7 +33,7 @@ Megatron has the first and the last on by default and then fails; the others a r
 a result."""
 
 
-NOT_RECOMPUTED = ("layernorm", "gdn_norm_out")
+NOT_RECOMPUTED = ("layernorm", "gdn_norm_out", "moe_act")
 """Modules that Megatron recomputes with the help of Transformer Engine only, and fails without."""
 
 
