@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from megagate.ablate.settings import RESULT, Work
+from megagate.ablate.settings import RESULT, Work, names_of
 from megagate.errors import UserError
 from megagate.processes import ROOT, Iteration, environment, free_port, iteration_of, run_logged
 from megagate.supervise.records import ATTEMPT_VARIABLE, DIRECTORY_VARIABLE, FOLDER, clear, read_outcomes, write_whole
@@ -37,7 +37,7 @@ class Failed(Exception):
 
 def train_command(work: Work, launcher: Sequence[str]) -> list[str]:
     """Return the command line of the cell's training; `launcher` is what comes before `-m`."""
-    cache_given = "data-cache-path" in work.recipe or "--data-cache-path" in work.trainer
+    cache_given = "data-cache-path" in (*work.recipe, *names_of(work.trainer))
     return [
         *launcher,
         *("-m", "megagate.pretrain", "--recipe", str(work.folder / "recipe.yaml"), *work.trainer),

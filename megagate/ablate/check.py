@@ -35,11 +35,6 @@ def note_stale(works: Sequence[Work]) -> None:
             print(f"{work.cell.name}: {', '.join(stale)} is of other settings and not used", file=sys.stderr)
 
 
-def argv_of(work: Work, recipe: Path) -> list[str]:
-    """Return the trainer's flags of a cell whose recipe lies in `recipe`, without a place for its outputs."""
-    return ["--recipe", str(recipe), *work.trainer]
-
-
 def check_all(grid: Grid, works: Sequence[Work], build: bool = False) -> None:
     """Have the trainer check the arguments of every cell, in one process of its own.
 

@@ -69,6 +69,8 @@ class Grid:
     world_size: int
     axes: dict[str, list[str]]
     """Axis -> labels."""
+    axis_of: dict[str, str]
+    """Flag -> the axis that sets it."""
     cells: list[Cell]
     evaluation: dict[str, Any]
     diverged_above: float
@@ -97,7 +99,7 @@ def read_grid(path: Path) -> Grid:
     recipe = path.parent / str(content["recipe"])
     read_recipe(recipe)
     common = _flags(content.get("flags") or {}, f"flags in the grid {path}")
-    axes = _axes(content["axes"], path)
+    axes, axis_of = _axes(content["axes"], path)
     evaluation = content.get("evaluation") or {}
     if not isinstance(evaluation, dict):
         raise UserError(f"evaluation in the grid {path} must be a mapping of flags to values")
@@ -119,6 +121,7 @@ def read_grid(path: Path) -> Grid:
         recipe=recipe,
         world_size=_number(content, "world-size", 1, path),
         axes={axis: list(settings) for axis, settings in axes.items()},
+        axis_of=axis_of,
         cells=cells,
         evaluation=evaluation,
         diverged_above=_number(content, "diverged-above", DIVERGED_ABOVE, path),
@@ -133,8 +136,8 @@ def _number[N: (int, float)](content: Mapping[str, Any], key: str, default: N, p
     return value
 
 
-def _axes(content: Any, path: Path) -> dict[str, dict[str, dict[str, Any]]]:
-    """Return axis -> label -> flags.
+def _axes(content: Any, path: Path) -> tuple[dict[str, dict[str, dict[str, Any]]], dict[str, str]]:
+    """Return axis -> label -> flags, and flag -> axis.
 
     Raises:
         UserError: an axis has no values, or two axes set the same flag.
@@ -159,18 +162,23 @@ def _axes(content: Any, path: Path) -> dict[str, dict[str, dict[str, Any]]]:
                 both = f"{setters[name]} and {axis}"
                 raise UserError(f"the axes {both} in the grid {path} both set {name}: leave it out of one")
             setters[name] = str(axis)
-    return axes
+    return axes, setters
 
 
 def _flags(content: Any, where: str) -> dict[str, Any]:
     """Return flags without dashes.
 
     Raises:
-        UserError: it is not a mapping, or sets what each cell has of its own.
+        UserError: it is not a mapping, has a flag twice, or sets what each cell has of its own.
     """
     if not isinstance(content, dict):
         raise UserError(f"{where} must be a mapping of the trainer's flags to values")
-    flags = {str(name).replace("_", "-").removeprefix("--"): value for name, value in content.items()}
+    flags: dict[str, Any] = {}
+    for key, value in content.items():
+        name = str(key).replace("_", "-").removeprefix("--")
+        if name in flags:
+            raise UserError(f"{where} has {name} twice: write it once")
+        flags[name] = value
     for name in flags:
         if name in OWN_FLAGS:
             raise UserError(f"{where} sets {name}, which each cell has of its own: leave it out")

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import megagate
-from megagate.ablate.grid import Cell, Grid
+from megagate.ablate.grid import OWN_FLAGS, Cell, Grid
 from megagate.errors import UserError
 from megagate.recipe import ENVIRONMENT_KEY, read_recipe
 
@@ -84,8 +84,9 @@ def works(grid: Grid, output: Path, trainer: Sequence[str]) -> list[Work]:
         trainer: flags of the trainer for every cell, as on the command line.
 
     Raises:
-        UserError: two cells are the same.
+        UserError: two cells are the same, or a flag would be in all cells what an axis says.
     """
+    _check_trainer(grid, trainer)
     base, variables = read_recipe(grid.recipe)
     found: list[Work] = []
     for cell in grid.cells:
@@ -113,6 +114,26 @@ def works(grid: Grid, output: Path, trainer: Sequence[str]) -> list[Work]:
         cache = output / "data_cache" / data  # Megatron's own name for it does not change with the data
         found.append(Work(cell, folder, recipe, fingerprint, list(trainer), grid.evaluation, cache))
     return found
+
+
+def _check_trainer(grid: Grid, trainer: Sequence[str]) -> None:
+    """Raise UserError if a flag would overrule what makes cells different, or has no effect."""
+    gate_axis = next((axis for flag, axis in grid.axis_of.items() if _is_gate(flag)), None)
+    for flag in names_of(trainer):
+        name = flag.removeprefix("no-")
+        if name in OWN_FLAGS:
+            raise UserError(f"--{flag} after -- is what each cell has of its own: leave it out")
+        axis = grid.axis_of.get(name) or (gate_axis if _is_gate(name) else None)
+        if axis is not None:
+            raise UserError(
+                f"--{flag} after -- would overrule the axis {axis} of the grid {grid.path}, and make its cells alike: "
+                "leave one of the two out"
+            )
+
+
+def names_of(trainer: Sequence[str]) -> list[str]:
+    """Return which flags are on a command line, without dashes."""
+    return [word.partition("=")[0].removeprefix("--").replace("_", "-") for word in trainer if word.startswith("--")]
 
 
 def merged(recipe: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:

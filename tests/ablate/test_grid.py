@@ -90,6 +90,7 @@ def test_a_cell_is_another_one_when_anything_changes(tmp_path: Path) -> None:
         ({"axes": {"lr": [1, 1]}}, r"the axis lr in the grid .* has a value twice"),
         ({"axes": {"lr": [1], "run": {"a": {"lr": 2}}}}, r"the axes lr and run in the grid .* both set lr"),
         ({"axes": {"run": {"a": [1]}}}, r"a on the axis run in the grid .* must be a mapping"),
+        ({"flags": {"train-iters": 1, "train_iters": 2}}, r"flags in the grid .* has train-iters twice: write it once"),
         ({"flags": {"save": "x"}}, r"flags in the grid .* sets save, which each cell has of its own"),
         ({"evaluation": {"data": "x"}}, r"'data' under evaluation in the grid .* did you mean data-path\?"),
         ({"evaluation": {3: "x"}}, r"3 under evaluation in the grid .* is not known"),
@@ -106,6 +107,22 @@ def test_a_cell_that_is_there_twice_is_refused(tmp_path: Path) -> None:
     axes = {"model": {"a": {"lr": 1}, "b": {"lr": 1}, "c": {"lr": 2}}}
     with pytest.raises(UserError, match=r"the cells a and b of the grid .* have the same settings: leave one out"):
         works(read_grid(write(tmp_path, axes=axes)), tmp_path, [])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--lr=3"], r"--lr after -- would overrule the axis lr of the grid .*grid.yaml, and make its cells alike"),
+        (["--gate-activation", "silu"], r"--gate-activation after -- would overrule the axis gate-preset"),
+        (["--train-iters", "3", "--save", "x"], r"--save after -- is what each cell has of its own: leave it out"),
+        (["--omit", "lr"], r"--omit after -- is what each cell has of its own"),
+    ],
+)
+def test_words_that_would_make_cells_alike_are_refused(words: list[str], message: str, tmp_path: Path) -> None:
+    grid = read_grid(write(tmp_path, axes={"lr": [1, 2], "gate-preset": ["baseline", "sdpa-headwise"]}))
+    assert len(works(grid, tmp_path, ["--train-iters", "3", "--gate-lr-mult", "2"])) == 4
+    with pytest.raises(UserError, match=message):
+        works(grid, tmp_path, words)
 
 
 def test_the_trainer_takes_every_cell_of_the_shipped_grids() -> None:
