@@ -22,7 +22,8 @@ from megagate.supervise.records import ATTEMPT_VARIABLE, DIRECTORY_VARIABLE, FOL
 
 SHARE = 20
 """The training loss's ends and lowest are means over one of so many parts of what is logged."""
-NOT_FINITE = re.compile(r"\bnan\b|infinit|\binf\b", re.IGNORECASE)
+NOT_FINITE = re.compile(r"Unexpected result .*\b(NaN|Inf)\b|^NaN or infinity")
+"""In what ends a training: messages of Megatron's validation of results, and of its exit codes (supervised.RERUN)."""
 EXIT_AGAIN = 75
 """Of a supervisor: saved and ended early."""
 

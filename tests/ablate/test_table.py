@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import yaml
 
-from megagate.ablate.cell import has_diverged
+from megagate.ablate.cell import NOT_FINITE, has_diverged
 from megagate.ablate.grid import read_grid
 from megagate.ablate.settings import RESULT, works
 from megagate.ablate.table import rows_of, table
+from megagate.pretrain.supervised import RERUN
 from megagate.report.tables import Table
 from megagate.report.text import aligned, markdown
 
@@ -107,6 +108,21 @@ def test_stale_results_are_not_taken(finished) -> None:
 )
 def test_what_diverged_is(last: float | None, lowest: float | None, reason: str | None, expected: bool) -> None:
     assert has_diverged({"last loss": last, "lowest loss": lowest, "not finite": reason}, 0.5) is expected
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ("RuntimeError: Rank 0, iteration 3: Unexpected result nan (message='NaN in the loss of a micro batch')", True),
+        ("RuntimeError: Rank 0: Unexpected result inf (message='found Inf in local grad norm for bucket #0')", True),
+        *((message, True) for message in RERUN.values()),
+        ("OSError: cannot read /data/nan/inf.bin: No such file or directory", False),
+        ("RuntimeError: an infinite loop", False),
+    ],
+)
+def test_only_a_loss_that_is_not_finite_is_a_result(message: str, expected: bool) -> None:
+    """Anything else that ends a training is a failure, after which the cell is run again."""
+    assert bool(NOT_FINITE.search(message)) is expected
 
 
 def test_forms_of_a_table() -> None:
