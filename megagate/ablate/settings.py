@@ -29,6 +29,11 @@ from megagate.errors import UserError
 from megagate.recipe import ENVIRONMENT_KEY, read_recipe
 
 RESULT = "result.json"
+IN_FOLDERS = (
+    *("tokenizer*", "vocab*", "merges*", "added_tokens*", "special_tokens*", "*.model"),
+    "latest_checkpointed_iteration.txt",
+)
+"""Files by which a folder that a flag names is known: a tokenizer's, and what says which checkpoint is loaded."""
 
 
 @dataclass
@@ -159,7 +164,7 @@ def _gate_flags() -> frozenset[str]:
 
 
 def _files(values: Sequence[Any]) -> dict[str, str]:
-    """Return a digest of each file and dataset that a value names."""
+    """Return a digest of each file, dataset, and folder of a tokenizer or checkpoints that a value names."""
     found = {}
     for value in values:
         for word in value if isinstance(value, list) else [value]:
@@ -177,8 +182,11 @@ def _digest(name: str) -> str | None:
     try:
         if all(Path(name + suffix).is_file() for suffix in (".bin", ".idx")):
             return fingerprint(name)
-        if Path(name).is_file():
-            return hashlib.sha256(Path(name).read_bytes()).hexdigest()
+        path = Path(name)
+        if path.is_file():
+            return hashlib.sha256(path.read_bytes()).hexdigest()
+        found = {file for pattern in IN_FOLDERS for file in path.glob(pattern) if file.is_file()}
+        contents = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in found}
+        return hashlib.sha256(json.dumps(contents, sort_keys=True).encode()).hexdigest() if contents else None
     except OSError:
-        pass
-    return None
+        return None

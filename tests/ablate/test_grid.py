@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from megagate.ablate import settings
 from megagate.ablate.grid import read_grid
 from megagate.ablate.settings import merged, works
 from megagate.errors import UserError
@@ -74,10 +75,22 @@ def test_a_cell_is_another_one_when_anything_changes(tmp_path: Path) -> None:
     ]
     assert len({fingerprint for found in [base, *changed] for fingerprint in found}) == 12
     data.with_suffix(".bin").write_bytes(b"2" * 100)
-    from megagate.ablate import settings
-
     settings._digest.cache_clear()
     assert not set(fingerprints(["--data-path", str(data)])) & set(changed[-1])
+
+
+def test_a_tokenizer_may_be_a_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    (folder / "unrelated.txt").write_text("a")
+    assert settings._digest(str(folder)) is None
+    digests = []
+    for name in ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "latest_checkpointed_iteration.txt"):
+        for text in ("a", "b"):
+            (folder / name).write_text(text)
+            settings._digest.cache_clear()
+            digests.append(settings._digest(str(folder)))
+    assert None not in digests and len(set(digests)) == 8
 
 
 @pytest.mark.parametrize(
