@@ -48,6 +48,8 @@ class Work:
     trainer: list[str]
     """Flags of the command line."""
     evaluation: dict[str, Any]
+    files: list[str]
+    """Names of files and folders that it depends on."""
     data_cache: Path
     """For Megatron's indices, which cells on the same data share."""
     processes: list[subprocess.Popen[str]] = field(default_factory=list)
@@ -98,14 +100,15 @@ def works(grid: Grid, output: Path, trainer: Sequence[str]) -> list[Work]:
         recipe = merged(base, cell.flags)
         if variables:
             recipe[ENVIRONMENT_KEY] = variables
+        digests = _files([*recipe.values(), *trainer, *grid.evaluation.values()])
         depends = {
             "version": megagate.__version__,
             "recipe": recipe,
             "trainer": list(trainer),
             "world-size": grid.world_size,
             "evaluation": grid.evaluation,
+            "files": digests,
         }
-        depends["files"] = _files([*recipe.values(), *trainer, *grid.evaluation.values()])
         fingerprint = hashlib.sha256(json.dumps(depends, sort_keys=True).encode()).hexdigest()
         twin = next((work.cell.name for work in found if work.fingerprint == fingerprint), None)
         if twin is not None:
@@ -115,9 +118,9 @@ def works(grid: Grid, output: Path, trainer: Sequence[str]) -> list[Work]:
         slug = re.sub(r"[^\w.+-]+", "_", cell.name)[:80]
         known = sorted(output.glob(f"cells/*-{fingerprint[:10]}"))  # perhaps under another grid's name for it
         folder = known[0] if known else output / "cells" / f"{slug}-{fingerprint[:10]}"
-        data = hashlib.sha256(json.dumps(depends["files"], sort_keys=True).encode()).hexdigest()[:10]
+        data = hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()[:10]
         cache = output / "data_cache" / data  # Megatron's own name for it does not change with the data
-        found.append(Work(cell, folder, recipe, fingerprint, list(trainer), grid.evaluation, cache))
+        found.append(Work(cell, folder, recipe, fingerprint, list(trainer), grid.evaluation, list(digests), cache))
     return found
 
 

@@ -18,6 +18,7 @@ from megagate.ablate import check
 from megagate.ablate.grid import Grid, read_grid
 from megagate.ablate.settings import Work, works
 from megagate.errors import UserError
+from megagate.processes import ROOT
 from megagate.supervise import sbatch
 from megagate.supervise.records import write_whole
 from megagate.yaml_file import read_yaml
@@ -101,6 +102,9 @@ def submit(grid: Grid, cells: Sequence[Work], options: argparse.Namespace, train
     if not unfinished:
         print("every cell is finished: there is nothing to submit")
         return 0
+    near = next((name for work in unfinished for name in work.files if not Path(name).is_absolute()), None)
+    if near is not None and Path.cwd() != ROOT:
+        raise UserError(f"tasks look for {near} in {ROOT}: submit from there, or write the path from / on")
     output = options.output.absolute()
     copy, texts = frozen(grid, output)
     text = script(grid, copy, [work.cell.number for work in unfinished], options, trainer)

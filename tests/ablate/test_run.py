@@ -180,6 +180,10 @@ def test_ranks_on_other_nodes_are_not_told_to_look_here(
         (["tiny.yaml", "--slurm", "--at-a-time", "0"], "--at-a-time must be at least 1, not 0"),
         (["tiny.yaml", "--evaluate-on", "nowhere"], "there is no dataset nowhere"),
         (["tiny.yaml", "--job", "2"], "--job is no flag; did you mean --jobs"),
+        (
+            ["tiny.yaml", "--slurm", "--evaluate-on", "b"],
+            "tasks look for b in .*: submit from there, or",
+        ),
         (["tiny.yaml", "--slurm", "--gpus-per-node", "8"], "has 1 processes, and a node 8: give another"),
     ],
 )
