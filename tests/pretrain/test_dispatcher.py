@@ -8,7 +8,6 @@ from megatron.core.transformer.moe import fused_a2a
 
 from megagate.errors import UserError
 from megagate.pretrain.dispatcher import choose_dispatcher
-from tests.distributed import run_distributed
 
 RUN = {
     "moe_token_dispatcher_type": None,
@@ -75,22 +74,3 @@ def test_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
         chosen(moe_token_dispatcher_type="flex", expert_model_parallel_size=1, elsewhere=True)
     with pytest.raises(UserError, match="sends bf16 alone: add --bf16"):
         chosen(moe_token_dispatcher_type="flex", bf16=False, elsewhere=True)
-
-
-def test_a_rank_of_a_run_with_it_is_built_here() -> None:
-    assert run_distributed(built, 1, timeout=100) == ["flex"]
-
-
-def built() -> str:
-    """Build a rank of a run with DeepEP, and return how its tokens go."""
-    from megagate.plan.dry_run import arguments_for, build
-    from tests.plan.cluster import without_help
-
-    torch.distributed.destroy_process_group()  # the test's own, of one rank
-    flags = ["--recipe", "examples/moe_15a2b/recipe.yaml", "--moe-token-dispatcher-type", "flex", "--num-layers", "2"]
-    with without_help():
-        args, _ = arguments_for(flags, 64)
-    asked: str = args.moe_token_dispatcher_type
-    with build(args) as rank:
-        assert rank.parameters()
-    return asked
