@@ -4,8 +4,11 @@ import contextlib
 import sys
 import tempfile
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from megagate.errors import UserError
 from megagate.evaluate.extension import Extension
@@ -19,46 +22,56 @@ from megagate.evaluate.load import (
     tokenizer_of,
 )
 
+LONGEST_CONVERSION = timedelta(hours=6)
+"""For which other ranks wait."""
+
 
 def is_hugging_face(directory: Path) -> bool:
     """Return whether a directory holds a model as Hugging Face has it."""
     return (directory / "config.json").is_file()
 
 
-def check_directory(directory: Path, step: int | None = None, processes: int = 1) -> None:
+def check_directory(directory: Path, step: int | None = None) -> None:
     """Check that a directory holds a model, before anything slow begins; `step` is that of a checkpoint.
 
     Raises:
-        UserError: it holds neither a checkpoint nor a Hugging Face model, or one that several processes cannot open, or
-            that has no steps.
+        UserError: it holds neither a checkpoint nor a Hugging Face model, or one that has no steps.
     """
     if not is_hugging_face(directory):
         find_checkpoint(directory, step)
     elif step is not None:
         raise UserError(f"--ckpt-step has no effect: {directory} is Hugging Face's and holds one model. Leave it out")
-    elif processes > 1:
-        raise UserError(
-            f"{directory} is evaluated by one process: for more, import it with tools/convert_checkpoint.py"
-        )
 
 
 @contextlib.contextmanager
-def as_checkpoint(directory: Path, family: str | None = None) -> Iterator[Path]:
+def as_checkpoint(directory: Path, family: str | None = None, layout: Layout | None = None) -> Iterator[Path]:
     """Give the directory itself, or, for a Hugging Face directory, a temporary checkpoint of the same model.
 
     Args:
         directory: a checkpoint's or a Hugging Face model's.
         family: to read the latter as, recognised if None.
+        layout: the ranks, which must all call this; the first of each machine makes the temporary checkpoint. One
+            process if None.
     """
     if not is_hugging_face(directory):
         yield directory
         return
     from megagate.checkpoint.convert import import_checkpoint
 
-    with tempfile.TemporaryDirectory(prefix="megagate-") as temporary:
-        print(f"converting {directory} in {temporary}", file=sys.stderr, flush=True)
-        checkpoint = Path(temporary) / "checkpoint"
-        import_checkpoint(directory, checkpoint, family_name=family)
+    layout, checkpoint = layout or Layout(), Path()
+    with contextlib.ExitStack() as until_end:
+        if layout.local_rank == 0:
+            temporary = until_end.enter_context(tempfile.TemporaryDirectory(prefix="megagate-"))
+            print(f"converting {directory} in {temporary}", file=sys.stderr, flush=True)
+            checkpoint = Path(temporary) / "checkpoint"
+            import_checkpoint(directory, checkpoint, family_name=family)
+        if layout.world_size > 1:  # there is no process group yet, and the first rank may be who keeps this store
+            wait = {"timeout": LONGEST_CONVERSION}
+            store, *_ = next(torch.distributed.rendezvous("env://", layout.rank, layout.world_size, **wait))
+            key = f"megagate: checkpoint of rank {layout.rank - layout.local_rank}"
+            if layout.local_rank == 0:
+                store.set(key, str(checkpoint))
+            checkpoint = Path(store.get(key).decode())
         yield checkpoint
 
 
@@ -83,7 +96,7 @@ def opened(
         UserError: there is no such model, it cannot be extended or divided so, or the tokenizer is another one than its
             own.
     """
-    with as_checkpoint(directory) as checkpoint:
+    with as_checkpoint(directory, layout=layout) as checkpoint:
         step = None if is_hugging_face(directory) else step
         args = one_process_arguments(find_checkpoint(checkpoint, step))
         tokenizer = tokenizer_of(args, tokenizer_model)

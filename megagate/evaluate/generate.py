@@ -103,7 +103,7 @@ def run(options: argparse.Namespace) -> int:
     check_positive(options, "max_new_tokens", "micro_batch_size")
     check_output(options.output)
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
-    check_directory(options.load, options.ckpt_step, layout.world_size)
+    check_directory(options.load, options.ckpt_step)
     prompts = read_prompts(options, layout.world_size)
     speed = Speed()
     extension = Extension.of(options)

@@ -67,7 +67,7 @@ def run(options: argparse.Namespace) -> int:
         raise UserError("tools/evaluate.py harness needs lm-evaluation-harness: pip install 'megagate[eval]'")
     check_positive(options, "micro_batch_size", "limit")
     check_output(options.output)
-    check_directory(options.load, options.ckpt_step, layout.world_size)
+    check_directory(options.load, options.ckpt_step)
     with quiet():
         tasks = load_tasks(options.tasks, options.task_path, options.num_fewshot)
         check_code(tasks, options.confirm_run_unsafe_code)

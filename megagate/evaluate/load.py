@@ -225,6 +225,8 @@ def load_model(
         with quiet(), hidden_output():
             model, iteration = _build_and_load(args)
         yield LoadedModel(model, args, checkpoint, iteration)
+        if args.world_size > 1:
+            torch.distributed.barrier()  # none ends, or removes the checkpoint, while another is at work
 
 
 @contextlib.contextmanager

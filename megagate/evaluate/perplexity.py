@@ -233,11 +233,11 @@ def _measure(options: argparse.Namespace, layout: Layout) -> dict[str, Any]:
     check_positive(options, "micro_batch_size", "stride", *SIZES.values())
     check_output(options.output)
     directory = options.load
-    check_directory(directory, options.ckpt_step, layout.world_size)
+    check_directory(directory, options.ckpt_step)
     paths, unigram_paths = named_paths(options.data_path), options.unigram_data_path or []
     for path in (*paths.values(), *unigram_paths):
         open_dataset(path)
-    with as_checkpoint(directory) as checkpoint_directory:
+    with as_checkpoint(directory, layout=layout) as checkpoint_directory:
         step = None if is_hugging_face(directory) else options.ckpt_step
         args = one_process_arguments(find_checkpoint(checkpoint_directory, step))
         Extension.of(options).apply(args)

@@ -1,7 +1,9 @@
 """Tiny runs to evaluate: datasets of random tokens, and what ranks of `tests.distributed` do with them."""
 
 import argparse
+import os
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import torch
@@ -89,6 +91,18 @@ def run_tool(words: list[str]) -> int:
     from megagate.evaluate import perplexity
 
     return perplexity.run(options_of(words))
+
+
+def run_tool_as_started(words: list[str], machines: int) -> int:
+    """Run it on this rank without a process group, as torchrun starts it on so many machines; return conversions."""
+    from megagate.checkpoint import convert
+
+    torch.distributed.destroy_process_group()
+    if machines > 1:
+        os.environ["LOCAL_RANK"] = "0"
+    with mock.patch.object(convert, "import_checkpoint", wraps=convert.import_checkpoint) as conversion:
+        assert run_tool(words) == 0
+    return conversion.call_count
 
 
 def strided(folder: Path, stream: np.ndarray, stride: int) -> float:

@@ -225,8 +225,6 @@ def test_processes_that_are_not_those_of_the_sizes(monkeypatch: pytest.MonkeyPat
     )
     with pytest.raises(UserError, match=expected):
         generate.run(options_of(words))
-    with pytest.raises(UserError, match=r"is evaluated by one process: for more, import it with tools/convert_checkp"):
-        generate.run(options_of([*words, "--expert-model-parallel-size", "4"]))
     monkeypatch.delenv("WORLD_SIZE")
     with pytest.raises(UserError, match=r"--ckpt-step has no effect: .* is Hugging Face's and holds one model. Leave"):
         generate.run(options_of(["--load", str(hugging_face), "--ckpt-step", "7"]))

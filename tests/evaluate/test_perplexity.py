@@ -129,6 +129,19 @@ def test_a_hugging_face_directory_has_the_loss_that_transformers_computes(huggin
     assert report["checkpoint"] == str(hugging_face)
 
 
+@pytest.mark.parametrize("machines", [1, 2])
+def test_several_ranks_find_the_loss_of_a_hugging_face_directory(machines, hugging_face, data, tmp_path):
+    """The first rank of each machine converts it for the others there."""
+    words = ["--load", str(hugging_face), "--data-path", data["many_documents"], "--output"]
+    assert run_distributed(runs.run_tool, 1, [*words, str(tmp_path / "one.json")]) == [0]
+    flags = ["--tensor-model-parallel-size", "2"] if machines == 2 else ["--micro-batch-size", "1"]
+    found = run_distributed(runs.run_tool_as_started, 2, [*words, str(tmp_path / "two.json"), *flags], machines)
+    assert sorted(found) == [machines - 1, 1]
+    expected, report = (json.loads((tmp_path / f"{file}.json").read_text()) for file in ("one", "two"))
+    assert report["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+    assert report["tokens"] == expected["tokens"]
+
+
 def test_names_of_datasets():
     assert perplexity.named_paths(["a=x/y", "z", "dir/c=d"]) == {"a": "x/y", "z": "z", "dir/c=d": "dir/c=d"}
     with pytest.raises(UserError, match="two datasets named a"):

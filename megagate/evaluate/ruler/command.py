@@ -195,7 +195,7 @@ def run(options: argparse.Namespace) -> int:
     layout = decoding_layout(options)
     check_positive(options, "samples", "micro_batch_size")
     check_output(options.output)
-    check_directory(options.load, options.ckpt_step, layout.world_size)
+    check_directory(options.load, options.ckpt_step)
     tasks = chosen_tasks(options)
     extension, is_first = Extension.of(options), layout.rank == 0
     with (
