@@ -47,7 +47,7 @@ def goodput(events: list[dict[str, Any]], progress: Progress | None, now: float)
     spans: dict[Any, list[float]] = {}
     for number, begun in attempts.items():
         end = ends.get(number)
-        over = begun["time"] + end["seconds"] if end else now
+        over = begun["time"] + end["seconds"] if end else max(now, begun["time"])
         if end is None and progress is not None and progress.first_time >= begun["time"]:
             useful += progress.time - progress.first_time
         job = (begun.get("job"), begun.get("restart"))

@@ -239,10 +239,9 @@ class Supervisor:
         return None if self._stop is None else EXIT_AGAIN
 
     def _wait_for_slurm(self) -> int:
-        """Wait until Slurm ends this process, whose job it has requeued."""
-        self._stop = None
+        """Wait until Slurm ends this process, whose job it has requeued; it may have said so already."""
         deadline = time.monotonic() + 60
-        while self._stop is None and time.monotonic() < deadline:
+        while self._stop != "SIGTERM" and time.monotonic() < deadline:
             time.sleep(0.1)
         return EXIT_AGAIN
 
