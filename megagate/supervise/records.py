@@ -1,6 +1,7 @@
 """What the supervisor and the trainer tell each other, and the history of a run, as files below SAVE/supervise/.
 
-    history.jsonl            one JSON object a line, never rewritten: "attempt", "end", "skip" and "preflight"
+    history.jsonl            one JSON object a line, never rewritten: "attempt", "end", "skip", "preflight",
+                             and "refused" with what follows where Slurm does not do what an end has decided
     progress                 the step that rank 0 has reached, rewritten at each step
     alive                    touched by the supervisor each minute (`alive`)
     outcome/rank_N.json      how a rank ended: rank 0 always, others where they failed
@@ -201,6 +202,16 @@ class History:
                 if isinstance(record, dict) and "event" in record:
                     yield record
         yield from self._unwritten
+
+    def ends(self) -> list[dict[str, Any]]:
+        """Return the ends of the attempts, the oldest first, each with the decision that was carried out."""
+        ends: dict[int, dict[str, Any]] = {}
+        for record in self.events():
+            if record["event"] == "end":
+                ends[record["attempt"]] = dict(record)
+            elif record["event"] == "refused" and record["attempt"] in ends:
+                ends[record["attempt"]] |= {"decision": record["decision"], "reason": record["reason"], "exclude": []}
+        return list(ends.values())
 
     def of(self, event: str) -> list[dict[str, Any]]:
         """Return the events of one kind, the oldest first."""

@@ -65,9 +65,10 @@ def screen(save: Path) -> str:
         UserError: no supervisor has written there.
     """
     folder = save / FOLDER
-    events = list(History(folder).events())
+    history = History(folder)
+    events = list(history.events())
     begun = [event for event in events if event["event"] == "attempt"]
-    ends = {event["attempt"]: event for event in events if event["event"] == "end"}
+    ends = {end["attempt"]: end for end in history.ends()}
     if not begun:
         raise UserError(f"{save} has no history of a supervised run: give the folder that --save names")
     progress = read_progress(folder)

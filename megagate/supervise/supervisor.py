@@ -113,7 +113,7 @@ class Supervisor:
     def _attempts(self) -> list[Attempt]:
         """Return the attempts that have ended since someone last started the run by hand, the oldest first."""
         attempts: list[Attempt] = []
-        for end in self.history.of("end"):
+        for end in self.history.ends():
             kind, steps = Kind(end["kind"]), (end["started_at"], end["step"], end["saved"])
             attempts.append(Attempt(kind, *steps, end.get("host"), end.get("signal"), end.get("began", True)))
             if end["decision"] in (Action.DONE, Action.STOP, Action.GIVE_UP):
@@ -225,7 +225,9 @@ class Supervisor:
             if problem is None:
                 return self._wait_for_slurm()
             records.say(f"megagate: Slurm does not requeue the job ({problem}): going on with the nodes that it has")
-            return self._act(decide(attempts, replace(self.settings.policy, can_requeue=False)), attempts)
+            decision = decide(attempts, replace(self.settings.policy, can_requeue=False))
+            self._write_refusal(problem, decision)
+            return self._act(decision, attempts)
         deadline = time.monotonic() + decision.wait
         while decision.action is not Action.REQUEUE and time.monotonic() < deadline and self._stop is None:
             time.sleep(min(1.0, decision.wait))
@@ -235,8 +237,14 @@ class Supervisor:
             if problem is None:
                 return self._wait_for_slurm()
             records.say(f"megagate: Slurm does not requeue the job ({problem}): submit it again to go on")
+            self._write_refusal(problem, Decision(Action.STOP, "the job has no time left"))
             return EXIT_AGAIN
         return None if self._stop is None else EXIT_AGAIN
+
+    def _write_refusal(self, problem: str, instead: Decision) -> None:
+        number = self.history.of("attempt")[-1]["attempt"]
+        reason = f"{instead.reason}; Slurm does not requeue the job: {problem}"
+        self.history.add("refused", attempt=number, decision=instead.action, reason=reason)
 
     def _wait_for_slurm(self) -> int:
         """Wait until Slurm ends this process, whose job it has requeued; it may have said so already."""

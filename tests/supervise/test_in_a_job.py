@@ -19,6 +19,7 @@ from megagate.errors import UserError
 from megagate.supervise import preflight, slurm, supervisor
 from megagate.supervise.decide import Policy
 from megagate.supervise.records import FOLDER, History
+from megagate.supervise.status import screen
 from megagate.supervise.supervisor import Settings, Supervisor
 
 SCONTROL = """#!/bin/sh
@@ -36,6 +37,7 @@ USER_ERROR = """mkdir -p $MEGAGATE_SUPERVISE/outcome
 echo '{"outcome": "user_error", "time": 1, "rank": 0, "host": "n3", "message": "UserError: cannot read x.yaml"}' \\
     > $MEGAGATE_SUPERVISE/outcome/rank_0.json; exit 1"""
 FIT = "echo {} > $MEGAGATE_SUPERVISE/preflight.json"
+UNFIT = """echo '{"n3": ["GPU 1 does not work"]}' > $MEGAGATE_SUPERVISE/preflight.json"""
 
 
 @pytest.fixture(autouse=True)
@@ -79,7 +81,7 @@ class Job:
     @property
     def ends(self) -> list[dict[str, Any]]:
         """The ends of the attempts."""
-        return History(self.save / FOLDER).of("end")
+        return History(self.save / FOLDER).ends()
 
     def asked(self) -> str:
         """Return what scontrol was asked."""
@@ -111,20 +113,27 @@ def test_slurm_refuses_to_requeue(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ) -> None:
     job = Job(tmp_path, monkeypatch, requeue=1)
-    broken = "echo 'CUDA error: uncorrectable ECC error encountered'; exit 1"
-    assert job.run(broken, FINISHED) == 0
-    assert [end["kind"] for end in job.ends] == ["device", "finished"]
+    assert job.run(FINISHED, checks=(UNFIT, FIT)) == 0
+    assert [(end["kind"], end["decision"]) for end in job.ends] == [("preflight", "restart"), ("finished", "done")]
+    assert "excluded" not in screen(job.save)
     assert "going on with the nodes that it has" in capfd.readouterr().out
+
+
+def test_giving_up_where_slurm_refuses_to_requeue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is known as such: when someone starts the run again, failures count anew."""
+    job = Job(tmp_path, monkeypatch, requeue=1)
+    broken = TRAINS + "echo 'CUDA error: uncorrectable ECC error encountered'; exit 1"
+    for count in (3, 6):
+        assert job.run(broken) == 3
+        assert [end["decision"] for end in job.ends] == ["restart", "restart", "give up"] * (count // 3)
+    assert "last decision: give up (3 failures in a row at step 5" in screen(job.save)
 
 
 def test_a_node_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Besides those that were; the job is never held, as it would stay if the supervisor died meanwhile."""
     job = Job(tmp_path, monkeypatch)
     started = time.monotonic()
-    assert (
-        job.run(FINISHED, checks=("""echo '{"n3": ["GPU 1 does not work"]}' > $MEGAGATE_SUPERVISE/preflight.json""",))
-        == 75
-    )
+    assert job.run(FINISHED, checks=(UNFIT,)) == 75
     changes = [line for line in job.asked().splitlines() if not line.startswith("show")]
     assert changes == ["requeue 7", "update JobId=7 ExcNodeList=n[8-9],n3"]
     assert (job.ends[0]["decision"], job.ends[0]["exclude"]) == ("requeue", ["n3"])
