@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from megagate.gate.layout import layout_from_args
 from megagate.model.pattern import ATTENTION, DELTA_NET, DENSE, EXPERTS
 from megagate.plan.layout import Layout
-from megagate.plan.memory import FP32, StaticMemory, stage_static
+from megagate.plan.memory import FP32, StaticMemory, gradient_width, stage_static
 
 GATHER, SCATTER, REDUCE, EXCHANGE, SEND = (
     "all-gather",
@@ -139,9 +139,8 @@ def _replicated_gradients(args: argparse.Namespace, layout: Layout, static: Stat
     partial = ("q_layernorm", "k_layernorm")
     whole = ("layernorm", "final_norm", "router.", "linear_gate", "gate_weight", "out_norm")
     names = whole if layout.sequence_parallel else partial
-    width = FP32 if args.accumulate_allreduce_grads_in_fp32 else args.params_dtype.itemsize
     held = (tensor for chunk in static.chunks for tensor in chunk)
-    return sum(tensor.size for tensor in held if any(name in tensor.name for name in names)) * width
+    return sum(tensor.size for tensor in held if any(name in tensor.name for name in names)) * gradient_width(args)
 
 
 def _expert_parallel(args: argparse.Namespace, layout: Layout, pipeline_rank: int) -> Iterator[Transfer]:
@@ -190,15 +189,13 @@ def _pipeline_parallel(args: argparse.Namespace, layout: Layout, pipeline_rank: 
     yield Transfer("pipeline", SEND, ranks, stride + 1, hidden * messages, messages)
     tied = not args.untie_embeddings_and_output_weights and ranks > 1
     if tied and pipeline_rank in (0, ranks - 1):
-        width = FP32 if args.accumulate_allreduce_grads_in_fp32 else args.params_dtype.itemsize
-        size = args.padded_vocab_size // layout.tensor * args.hidden_size * width
+        size = args.padded_vocab_size // layout.tensor * args.hidden_size * gradient_width(args)
         yield Transfer("pipeline", REDUCE, 2, layout.world, size, 1)
 
 
 def _data_parallel(args: argparse.Namespace, layout: Layout, static: StaticMemory) -> Iterator[Transfer]:
     """Gradients to the ranks that keep their part of the optimizer's state, and the new weights back."""
-    width = args.params_dtype.itemsize
-    gradient = FP32 if args.accumulate_allreduce_grads_in_fp32 else width
+    gradient = gradient_width(args)
     dense_span = layout.world // layout.pipeline
     # Without overlap each of Megatron's two optimizers, that of dense weights and that of experts, gathers all weights.
     gathers = 1 if args.overlap_param_gather else len({is_expert for is_expert, *_ in static.buffers})

@@ -61,6 +61,12 @@ def rank_chunks(args: argparse.Namespace, layout: Layout, pipeline_rank: int) ->
     ]
 
 
+def gradient_width(args: argparse.Namespace) -> int:
+    """Return the bytes of a gradient in Megatron's buffers."""
+    width: int = args.params_dtype.itemsize
+    return FP32 if args.accumulate_allreduce_grads_in_fp32 else width
+
+
 def static_memory(args: argparse.Namespace, layout: Layout, rank: int) -> StaticMemory:
     """Return what a rank keeps all run long.
 
@@ -72,7 +78,6 @@ def static_memory(args: argparse.Namespace, layout: Layout, rank: int) -> Static
     pipeline_rank = layout.pipeline_rank(rank)
     places = {False: layout.data_context_rank(rank), True: layout.expert_data_rank(rank)}
     width = args.params_dtype.itemsize
-    gradient_width = FP32 if args.accumulate_allreduce_grads_in_fp32 else width
     chunks = rank_chunks(args, layout, pipeline_rank)
     buffers = _buffers(args, layout, pipeline_rank, chunks, places)
     held = sum(size for _, size, _ in buffers)
@@ -92,7 +97,7 @@ def static_memory(args: argparse.Namespace, layout: Layout, rank: int) -> Static
     return StaticMemory(
         weights=weights,
         fp8_copies=copies,
-        gradients=held * gradient_width,
+        gradients=held * gradient_width(args),
         main_weights=main * _main_width(args) if width < FP32 else 0,
         moments=main * (args.exp_avg_dtype.itemsize + args.exp_avg_sq_dtype.itemsize),
         parameters=parameters,

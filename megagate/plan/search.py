@@ -13,7 +13,7 @@ from megagate.model.pattern import BOUNDARY
 from megagate.plan.estimate import Estimate, different_stages, estimate
 from megagate.plan.gpus import GIB, Gpu
 from megagate.plan.layout import Layout, layout_of
-from megagate.plan.memory import FP32, StaticMemory, rank_memory, stage_static
+from megagate.plan.memory import StaticMemory, gradient_width, rank_memory, stage_static
 from megagate.plan.parameters import model_tensors
 from megagate.pretrain.layout import check_layout
 
@@ -113,13 +113,14 @@ def search(
     held = model_tensors(args)
     dense = sum(tensor.size for tensor in held if not tensor.is_expert)
     experts = sum(tensor.size for tensor in held) - dense
+    width = args.params_dtype.itemsize + gradient_width(args)
     all_sizes = list(_sizes(args, gpu))
     for done, sizes in enumerate(all_sizes):
         progress(done, len(all_sizes))
         tensor, pipeline, virtual, context, expert = sizes
         words = f"tensor {tensor}, pipeline {pipeline} x {virtual}, context {context}, expert {expert}"
         # Weights and gradients at the least, before anything is counted tensor by tensor.
-        least = (dense / tensor + experts / expert) / pipeline * (args.params_dtype.itemsize + FP32)
+        least = (dense / tensor + experts / expert) / pipeline * width
         if least > gpu.memory:
             rejected.add(
                 f"weights and gradients alone need more than {gpu.memory / GIB:.0f} GiB",

@@ -147,7 +147,8 @@ def checkpoint_width(args: argparse.Namespace) -> int:
 def _run(
     args: argparse.Namespace, layout: Layout, gpu: Gpu, step: Estimate, options: argparse.Namespace, parameters: int
 ) -> dict[str, Any]:
-    tokens = options.tokens or (args.train_iters or 0) * layout.step_tokens
+    iterations = (args.train_iters or 0) * layout.step_tokens
+    tokens = options.tokens or iterations or (args.train_samples or 0) * layout.sequence
     seconds = tokens / layout.step_tokens * step.step
     checkpoint = parameters * checkpoint_width(args)
     energy = gpu.watts * options.power_overhead * layout.world * seconds / 3.6e6

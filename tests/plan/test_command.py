@@ -112,10 +112,11 @@ def test_flags_that_megatron_completes_or_the_plan_does_not_count() -> None:
         *([], ["--recompute-activations"], [*selective, "core_attn"]),
         *(["--moe-layer-recompute"], [*selective, "core_attn", "moe"]),
         *(aware, [*engine, "--moe-expert-capacity-factor", "1"]),
+        ["--omit", "train-iters", "lr-warmup-iters", "--train-samples", "1000"],
     ]
     results = run_distributed(plans, 1, [[*SMALL, *more, "--json", "-"] for more in flags], timeout=100)[0]
     found = [numbers_of(text) for _, text in results]
-    plain, default, core, moe_layer, moe, aware_plan, uncounted = found
+    plain, default, core, moe_layer, moe, aware_plan, uncounted, samples = found
     assert default == core and moe_layer == moe
     memory = [run["memory"]["by pipeline rank"][0] for run in found]
     assert memory[4]["activations"] < memory[2]["activations"] < memory[0]["activations"] == memory[6]["activations"]
@@ -125,6 +126,7 @@ def test_flags_that_megatron_completes_or_the_plan_does_not_count() -> None:
     assert all(run["assumptions"]["not counted"] == [] for run in (plain, moe, aware_plan))
     skipped = ["--recompute-modules layernorm moe_act", "--moe-expert-capacity-factor"]
     assert uncounted["assumptions"]["not counted"] == skipped
+    assert (plain["run"]["tokens"], samples["run"]["tokens"]) == (240 * 16 * 256, 1000 * 256)
 
 
 def test_search_finds_layouts_that_are_as_it_says(planned: list[tuple[int, Any]]) -> None:
