@@ -87,7 +87,7 @@ def estimate(
         statics: what the ranks of `different_stages` hold, if it is known.
     """
     peak = gpu.bf16 if precision == "bf16" or gpu.fp8 is None else gpu.fp8
-    ranks = different_stages(layout)
+    ranks = different_stages(args, layout)
     known = statics or {rank: stage_static(args, layout, rank) for rank in ranks}
     memories = {rank: rank_memory(args, layout, rank, known[rank]) for rank in ranks}
     transfers = {rank: step_transfers(args, layout, rank, known[rank]) for rank in ranks}
@@ -104,9 +104,12 @@ def estimate(
     return Estimate(gpu.name, step, operations, rate / 1e12, rate / peak, seconds, assumptions)
 
 
-def different_stages(layout: Layout) -> list[int]:
-    """Return the pipeline ranks that can be the slowest: those at the ends, and one for all between."""
-    return sorted({0, min(1, layout.pipeline - 1), layout.pipeline - 1})
+def different_stages(args: argparse.Namespace, layout: Layout) -> list[int]:
+    """Return the pipeline ranks that can be the slowest or fullest: of those with the same layers the first."""
+    firsts: dict[tuple[tuple[str, bool, bool], ...], int] = {}
+    for rank in range(layout.pipeline):
+        firsts.setdefault(tuple(layout.chunks(args.hybrid_layer_pattern, rank)), rank)
+    return list(firsts.values())
 
 
 def _stage(

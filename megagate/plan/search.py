@@ -151,7 +151,7 @@ def _try(
 ) -> None:
     """Add the layout with the least recomputation that fits; more of it never makes a step faster."""
     layout = layout_of(variant)
-    for rank in different_stages(layout):
+    for rank in different_stages(variant, layout):
         statics[rank] = statics.get(rank) or stage_static(variant, layout, rank)
     needed = 0
     for name in RECOMPUTE:
