@@ -206,6 +206,7 @@ def test_numbers_in_comments_are_the_plans() -> None:
     found = [numbers_of(text) for _, text in run_distributed(plans, 1, commands, timeout=200)[0]]
     for recipe, eight, two, one in zip(recipes, found[::3], found[1::3], found[2::3], strict=True):
         shares = [run["step"]["by cause"]["expert communication"] / run["step"]["seconds"] for run in (eight, two)]
+        assert two["memory"]["fits"]
         memory = one["memory"]
         needed = max(rank["total"] for rank in memory["by pipeline rank"])
         text = " ".join((ROOT / recipe).read_text(encoding="utf-8").replace("#", "").split())
