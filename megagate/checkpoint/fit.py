@@ -190,11 +190,15 @@ def _layers(args: argparse.Namespace) -> str | None:
 
 
 def _check_vocabulary(args: argparse.Namespace, saved: argparse.Namespace, checkpoint: Path) -> None:
-    size = getattr(saved, "tokenizer_vocab_size", None)
-    if size is not None and size != args.tokenizer_vocab_size:
+    size, now = getattr(saved, "tokenizer_vocab_size", None), args.tokenizer_vocab_size
+    if size == now:  # with --vocab-size both may be that, whatever the tokenizers; it may have got more tokens
+        size, now = getattr(saved, "tokenizer_own_vocab_size", None), args.tokenizer_own_vocab_size
+        if size is not None and size < now:
+            return
+    if size is not None and size != now:
         raise UserError(
             f"{checkpoint} was written with a tokenizer of {size} tokens, but {args.tokenizer_model or 'this one'} has "
-            f"{args.tokenizer_vocab_size}: use the same --tokenizer-model"
+            f"{now}: use the same --tokenizer-model"
         )
 
 

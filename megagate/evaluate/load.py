@@ -181,10 +181,13 @@ def tokenizer_of(args: argparse.Namespace, tokenizer_model: str | None = None) -
 
 
 def check_tokenizer(tokenizer: Any, args: argparse.Namespace, moved_to: str | None) -> None:
-    """Raise UserError if a tokenizer is another one than the checkpoint's."""
-    if max(tokenizer.vocab_size, args.vocab_size or 0) != args.tokenizer_vocab_size:
+    """Raise UserError if a tokenizer is another one than the checkpoint's, or that one with tokens added."""
+    rows = args.tokenizer_vocab_size
+    # Older checkpoints do not say how many of the embedding's rows the tokenizer used.
+    own = getattr(args, "tokenizer_own_vocab_size", 0 if args.vocab_size == rows else rows)
+    if not own <= tokenizer.vocab_size <= rows:
         raise UserError(
-            f"the checkpoint was written with a tokenizer of {args.tokenizer_vocab_size} tokens, but "
+            f"the checkpoint was written with a tokenizer of {own or rows} tokens, but "
             f"{moved_to or args.tokenizer_model} has {tokenizer.vocab_size}: give its own with --tokenizer-model"
         )
 

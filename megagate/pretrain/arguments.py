@@ -501,7 +501,8 @@ def validate(args: argparse.Namespace) -> None:
     if args.fim_data:
         fim.check(args, get_tokenizer())
     # An embedding may have rows that no token of the tokenizer uses, as many published models have.
-    args.tokenizer_vocab_size = max(get_tokenizer().vocab_size, args.vocab_size or 0)
+    args.tokenizer_own_vocab_size = get_tokenizer().vocab_size
+    args.tokenizer_vocab_size = max(args.tokenizer_own_vocab_size, args.vocab_size or 0)
     # Megatron pads to a multiple of divisor x TP; the least common multiple gives all usual TP sizes one shape, so
     # that a checkpoint loads at another size.
     multiple = math.lcm(args.make_vocab_size_divisible_by, args.tensor_model_parallel_size)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 
+from megagate.checkpoint.fit import _check_vocabulary
 from megagate.checkpoint.load import TRACKER, choose_checkpoint, common_state, find_complete, missing_piece
 from megagate.checkpoint.pickles import read_index
 from megagate.errors import EXIT_USER_ERROR, UserError
@@ -362,6 +363,19 @@ def test_another_model_or_schedule_is_refused(written: Path, flags: str, message
         parse([*FLAGS, "--load", str(written), *flags.split()])
     assert message in str(failure.value)
     assert "\n" not in str(failure.value)
+
+
+def test_fewer_tokens_under_as_many_rows_are_another_tokenizer() -> None:
+    def sizes(own: int, rows: int) -> argparse.Namespace:
+        return argparse.Namespace(tokenizer_own_vocab_size=own, tokenizer_vocab_size=rows, tokenizer_model="t")
+
+    older = sizes(0, 384)
+    del older.tokenizer_own_vocab_size
+    for fits in (sizes(340, 384), sizes(330, 384), older):
+        _check_vocabulary(sizes(340, 384), fits, Path("c"))
+    for apart, said in ((sizes(350, 384), "350 tokens, but t has 340"), (sizes(340, 340), "340 tokens, but t has 384")):
+        with pytest.raises(UserError, match=f"^c was written with a tokenizer of {said}: use the same"):
+            _check_vocabulary(sizes(340, 384), apart, Path("c"))
 
 
 def test_one_optimizer_is_not_the_other(written: Path, trained: Trained) -> None:

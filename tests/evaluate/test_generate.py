@@ -8,15 +8,18 @@ import subprocess
 import sys
 import unittest.mock
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from megagate.checkpoint.load import checkpoint_arguments
 from megagate.errors import UserError
 from megagate.evaluate import decoder, generate, generation
 from megagate.evaluate.layout import Layout
+from megagate.evaluate.load import check_tokenizer, find_checkpoint
 from megagate.evaluate.sampling import Sampling
 from tests.distributed import ROOT, run_distributed
 from tests.evaluate import runs
@@ -148,6 +151,27 @@ def refusal(words: list[str]) -> str:
     with pytest.raises(UserError) as refused:
         run_distributed(run_tool, 1, words)
     return str(refused.value)
+
+
+def test_a_tokenizer_of_another_vocabulary_is_refused(text_model: Path) -> None:
+    """Also where --vocab-size gives the model more rows than its tokenizer has tokens, of which some may be added."""
+    args = checkpoint_arguments(find_checkpoint(text_model))
+    assert args.tokenizer_own_vocab_size == args.tokenizer_vocab_size == 340
+
+    def is_taken(size: int, **changed: int) -> bool:
+        try:
+            check_tokenizer(SimpleNamespace(vocab_size=size), argparse.Namespace(**(vars(args) | changed)), None)
+        except UserError as error:
+            assert str(error).startswith("the checkpoint was written with a tokenizer of 340 tokens, but ")
+            assert f" has {size}: give its own with --tokenizer-model" in str(error)
+            return False
+        return True
+
+    assert [is_taken(size) for size in (339, 340, 341)] == [False, True, False]
+    rows = {"vocab_size": 384, "tokenizer_vocab_size": 384}
+    assert [is_taken(size, **rows) for size in (339, 340, 341, 384, 385)] == [False, True, True, True, False]
+    del args.tokenizer_own_vocab_size  # an older checkpoint
+    assert [is_taken(size) for size in (339, 340, 341)] == [False, True, False]
 
 
 def test_prompts_that_do_not_fit_are_refused(checkpoints, tmp_path):
