@@ -111,10 +111,12 @@ def static_memory(args: argparse.Namespace, layout: Layout, rank: int) -> Static
 def _main_width(args: argparse.Namespace) -> int:
     """Return the bytes of the optimizer's copy of a 16-bit weight.
 
-    Transformer Engine's precision-aware Adam keeps of an fp32 copy what the bf16 weight lacks (store_param_remainders).
+    Transformer Engine's precision-aware Adam keeps of an fp32 copy what the bf16 weight lacks (store_param_remainders),
+    unless Megatron keeps the copies itself, as it does with most recipes of FP8.
     """
     dtype: torch.dtype = args.main_params_dtype
-    is_remainder = args.use_precision_aware_optimizer and args.bf16 and dtype == torch.float32
+    is_adams = args.use_precision_aware_optimizer and args.fp8_recipe in (None, "delayed")
+    is_remainder = is_adams and args.bf16 and dtype == torch.float32
     return dtype.itemsize - args.params_dtype.itemsize if is_remainder else dtype.itemsize
 
 

@@ -24,6 +24,7 @@ def planned() -> dict[str, Any]:
         "copies": FP8,
         "alone": [*FP8, *ALONE],
         "ends": [*FP8, *ENDS],
+        "aware": [*FP8, "--use-precision-aware-optimizer"],
         "mxfp8": [*FP8, *MXFP8],
         "mxfp8 alone": [*FP8, *MXFP8, *ALONE, "--reuse-grad-buf-for-mxfp8-param-ag"],
     }
@@ -48,6 +49,7 @@ def test_copies_come_on_top_of_bf16_weights(planned: dict[str, Any]) -> None:
     assert copies["FP8 copies"] == 2 * LAYERS * BLOCK
     assert copies["weights"] == bf16["weights"]
     assert copies["total"] == bf16["total"] + copies["FP8 copies"]
+    assert memory(planned["aware"]) == copies, "with this recipe Megatron keeps whole copies in fp32 itself"
     assert memory(planned["ends"])["FP8 copies"] == 2 * (LAYERS - 2 - 1) * BLOCK
     assert memory(planned["mxfp8"])["FP8 copies"] == 2 * LAYERS * BLOCK * 33 // 32
     assert "weights stay in bf16, since --fp8-param-gather is not given" in planned["copies"]["memory"]["note"]
