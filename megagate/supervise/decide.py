@@ -32,7 +32,7 @@ class Kind(StrEnum):
     DEVICE = "device"
     """A GPU is broken."""
     CUDA = "CUDA error"
-    """A GPU's fault, or the program's: the log does not say."""
+    """A GPU's fault, the program's, or that of what is installed: the log does not say."""
     NODE = "node"
     """Slurm reports a failed node."""
     PREFLIGHT = "preflight"
@@ -49,14 +49,14 @@ PATTERNS: tuple[tuple[Kind, re.Pattern[str]], ...] = (
     (Kind.NODE, re.compile(r"due to node failure|Node failure on (?P<host>\S+)|NODE FAIL", re.IGNORECASE)),
     (
         Kind.DEVICE,
-        re.compile(
-            r"uncorrectable (NVLink|ECC)|ECC error|fallen off the bus|No CUDA GPUs|CUDA driver initialization failed"
-            r"|CUDA error: uncorrectable"
-        ),
+        re.compile(r"uncorrectable (NVLink|ECC)|ECC error|fallen off the bus|CUDA error: uncorrectable"),
     ),
     (
         Kind.CUDA,
-        re.compile(r"\bXid\b|CUDA error: (an illegal|unspecified|unknown|hardware|misaligned|initialization)"),
+        re.compile(
+            r"\bXid\b|CUDA error: (an illegal|unspecified|unknown|hardware|misaligned|initialization)"
+            r"|No CUDA GPUs|CUDA driver initialization failed"
+        ),
     ),
 )
 """Lines of the log that say more than the exit code does."""
