@@ -192,8 +192,9 @@ def _after_stop(attempts: Sequence[Attempt], policy: Policy) -> Decision:
     if last.signal in ("SIGTERM", "SIGINT"):
         return Decision(Action.STOP, f"told to end by {last.signal}", EXIT_AGAIN)
     if policy.can_requeue:
-        stays = [attempt for attempt in attempts[-policy.without_progress :] if attempt.kind is Kind.STOPPED]
-        if len(stays) == policy.without_progress and all(stay.saved == last.saved for stay in stays):
+        most = max(2, policy.without_progress)  # one alone does not say whether it has saved
+        stays = [attempt for attempt in attempts[-most:] if attempt.kind is Kind.STOPPED]
+        if len(stays) == most and all(stay.saved == last.saved for stay in stays):
             reason = f"{len(stays)} stays in a row without a new checkpoint: the time limit is too short for one"
             return Decision(Action.GIVE_UP, reason, EXIT_GAVE_UP)
         return Decision(Action.REQUEUE, "the time limit of the job")
@@ -201,12 +202,16 @@ def _after_stop(attempts: Sequence[Attempt], policy: Policy) -> Decision:
 
 
 def _last_failures(attempts: Sequence[Attempt]) -> list[Attempt]:
-    """Return the failures at the end of `attempts` between which no new checkpoint was written."""
+    """Return the failures at the end of `attempts` between which no new checkpoint was written.
+
+    A stay in between that came to its time limit is none, and if it saved nothing it ends nothing either.
+    """
     failures: list[Attempt] = []
     for attempt in reversed(attempts):
-        if attempt.kind in ENDS or (failures and attempt.saved < failures[-1].saved):
+        if attempt.kind in (Kind.FINISHED, Kind.ASKED) or (failures and attempt.saved < failures[-1].saved):
             break
-        failures.append(attempt)
+        if attempt.kind is not Kind.STOPPED:
+            failures.append(attempt)
     return failures[::-1]
 
 

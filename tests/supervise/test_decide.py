@@ -139,6 +139,24 @@ def test_a_run_that_has_trained_and_does_not_start_is_tried_for_longer() -> None
     assert decide([failed(0, 0, began=False)] * 3, SLURM).action is Action.GIVE_UP
 
 
+def test_a_time_limit_at_which_nothing_is_saved_is_no_new_beginning() -> None:
+    """Else a run whose stays are shorter than its failures are many would be tried for ever."""
+    stay = Attempt(Kind.STOPPED, 500, 500, 500, signal="SIGUSR1", began=False)
+    assert decide([failed(537, 500), stay, failed(537, 500), stay, failed(537, 500)], SLURM).action is Action.GIVE_UP
+    failures = [failed(500, 500, began=False), failed(500, 500, began=False), stay] * 5
+    assert decide(failures[:-2], SLURM).action is Action.RESTART
+    assert decide(failures[:-1], SLURM).action is Action.GIVE_UP
+    saved = Attempt(Kind.STOPPED, 500, 520, 520, signal="SIGUSR1")
+    assert decide([*failures[:-3], saved, failed(537, 520)], SLURM).wait == 0
+
+
+def test_one_stay_that_saves_is_not_given_up() -> None:
+    policy = Policy(can_requeue=True, without_progress=1)
+    stays = [Attempt(Kind.STOPPED, first, 510, 510, signal="SIGUSR1") for first in (500, 510)]
+    assert decide(stays[:1], policy).action is Action.REQUEUE
+    assert decide(stays, policy).action is Action.GIVE_UP
+
+
 def test_a_time_limit_that_is_too_short_does_not_requeue_for_ever() -> None:
     stay = Attempt(Kind.STOPPED, 500, 500, 500, signal="SIGUSR1")
     assert decide([stay] * 9, SLURM).action is Action.REQUEUE
