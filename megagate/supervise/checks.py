@@ -59,23 +59,25 @@ def check_nodes(
     log.close()
     told = stop()
     if told is not None:
-        return Attempt(Kind.STOPPED, signal=told), {"message": "during the checks of the nodes"}
+        return Attempt(Kind.STOPPED, signal=told, began=False), {"message": "during the checks of the nodes"}
     nodes = slurm.nodes() if slurm.job() else []
     found = unfit(folder, nodes)
     history.add("preflight", seconds=round(time.monotonic() - started, 3), unfit=found)
     if child.returncode == 0 and not (folder / preflight.SUMMARY).is_file():
         said = f"what the ranks write into {folder} is not seen here: mount it in their container (--mounts)"
         say(f"error: {said}")
-        return Attempt(Kind.USER_ERROR), {"message": said}
+        return Attempt(Kind.USER_ERROR, began=False), {"message": said}
     if child.returncode == 0 and not found:
         return None
     if child.returncode in NOT_STARTED and not has_trained:
-        return Attempt(Kind.USER_ERROR), {"message": "the checks of the nodes did not start: the log says why"}
+        return Attempt(Kind.USER_ERROR, began=False), {
+            "message": "the checks of the nodes did not start: the log says why"
+        }
     problems = "; ".join(f"{node}: {', '.join(problems)}" for node, problems in found.items())
     message = problems or f"the checks ended with status {child.returncode}{' after their time' if late else ''}"
     if 1 < len(nodes) < 2 * len(found):
         message, found = f"most nodes do not pass, so it is not theirs: {message}", {}
-    return Attempt(Kind.PREFLIGHT, host=",".join(found) or None), {"message": message[:1000]}
+    return Attempt(Kind.PREFLIGHT, host=",".join(found) or None, began=False), {"message": message[:1000]}
 
 
 def unfit(folder: Path, nodes: Sequence[str]) -> dict[str, list[str]]:

@@ -159,27 +159,36 @@ class Supervisor:
                 last_moment = time.monotonic() + left - min(LAST_SECONDS, left / 4)
                 environment[END_TIME_VARIABLE] = f"{time.time() + left - min(self._margin(), left / 4):.0f}"
         self.history.add("attempt", **fields)
-        if self.settings.preflight is not None:
-            start = self.command[: self.command.index(TRAINER)]
-            checks = [*start, preflight.__name__, "--folder", str(self.folder.resolve()), *self.settings.preflight]
-            limit, has_trained = self.settings.preflight_limit, self._has_trained()
-            unfit = check_nodes(checks, environment, self.history, limit, lambda: self._stop, has_trained)
-            if unfit is not None:
-                attempt, details = unfit
-                saved = checkpoints.saved(self.save)
-                return replace(attempt, started_at=before, step=before, saved=saved, began=False), details
+        try:
+            attempt, details = self._check_nodes(environment) or self._train(environment, lock, last_moment)
+        except UserError as error:  # the command cannot be started
+            records.say(f"error: {error}")
+            kind = Kind.FAILED if self._has_trained() else Kind.USER_ERROR
+            attempt, details = Attempt(kind, began=False), {"message": str(error)}
+        if not attempt.began:
+            attempt = replace(attempt, started_at=before, step=before)
+        return replace(attempt, saved=checkpoints.saved(self.save)), details
+
+    def _check_nodes(self, environment: dict[str, str]) -> tuple[Attempt, dict[str, Any]] | None:
+        if self.settings.preflight is None:
+            return None
+        start = self.command[: self.command.index(TRAINER)]
+        checks = [*start, preflight.__name__, "--folder", str(self.folder.resolve()), *self.settings.preflight]
+        limit, has_trained = self.settings.preflight_limit, self._has_trained()
+        return check_nodes(checks, environment, self.history, limit, lambda: self._stop, has_trained)
+
+    def _train(self, environment: dict[str, str], lock: int, last_moment: float) -> tuple[Attempt, dict[str, Any]]:
         limits = self.settings.hang_after, self.settings.start_limit
         watch = Watch(self._trainer(), environment, self.folder, *limits, lock)
         attempt = watch.run(lambda: self._stop, last_moment)
-        if not attempt.began:
-            attempt = replace(attempt, started_at=before, step=before)
+        if attempt.kind is Kind.USER_ERROR and not attempt.began:
             message = watch.details["message"]
             # What a rank says of a checkpoint that holds nonsense; where it is the run's own, nobody gave it.
             damaged = f"{self.save}/iter_" in message and "--ckpt-step" in message
-            if attempt.kind is Kind.USER_ERROR and (damaged or self._has_trained()):
+            if damaged or self._has_trained():
                 # Else nobody has changed what was given: a file is gone, on one node or for a while.
                 attempt = replace(attempt, kind=Kind.LOADING if damaged else Kind.FAILED)
-        return replace(attempt, saved=checkpoints.saved(self.save)), watch.details
+        return attempt, watch.details
 
     def _margin(self) -> float:
         """Return the seconds before the time limit at which the last save begins: more where saves have been slow."""

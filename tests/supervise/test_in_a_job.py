@@ -207,3 +207,24 @@ def test_a_tracker_that_a_crash_has_emptied(text: str, tmp_path: Path, monkeypat
     tracker.write_text(text)
     assert job.run(FINISHED) == 0
     assert tracker.exists() == bool(text.strip("\0"))
+
+
+def test_a_command_that_cannot_be_started(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+    """It is a mistake like any other at first; where the run has trained it may pass."""
+    program = tmp_path / "program"
+    command = [str(program), "-m", "megagate.pretrain", "--save", str(tmp_path)]
+    policy = Policy(back_off=0)
+    for checks in ((), None):
+        assert Supervisor(command, tmp_path, Settings(policy, 60, 60, 60, checks)).run() == 2
+    said = f"error: cannot start {program}: No such file or directory; correct the command after --"
+    assert capfd.readouterr().out.count(said) == 2
+    history = History(tmp_path / FOLDER)
+    assert [(end["kind"], end["decision"]) for end in history.ends()] == [("user error", "give up")] * 2
+    assert "not running; last decision: give up" in screen(tmp_path)
+
+    program.write_text(f"#!/bin/sh\necho 4 > {tmp_path}/latest_checkpointed_iteration.txt\n{TRAINS}rm $0; exit 1\n")
+    program.chmod(0o755)
+    assert Supervisor(command, tmp_path, Settings(policy, 60, 60, 60)).run() == 3
+    ends = history.ends()[2:]
+    assert [(end["kind"], end["step"], end["began"]) for end in ends[:2]] == [("failed", 5, True), ("failed", 4, False)]
+    assert {end["kind"] for end in ends} == {"failed"} and len(ends) == policy.without_progress
