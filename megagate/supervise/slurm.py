@@ -3,6 +3,7 @@
 import math
 import os
 import re
+import signal
 import subprocess
 import time
 from collections.abc import Sequence
@@ -78,7 +79,7 @@ def requeue(exclude: Sequence[str] = ()) -> str | None:
     number = os.environ["SLURM_JOB_ID"]
     before = re.search(r"ExcNodeList=(\S+)", _run("scontrol", "show", "job", number)[1]) if exclude else None
     status, text = _run("scontrol", "requeue", number)
-    if status:
+    if status and status != -signal.SIGTERM:  # which Slurm sends to all of a job that it requeues, scontrol too
         return text
     if exclude:
         # Only a job that does not run can be given other nodes. It cannot start again before this process has ended,

@@ -27,7 +27,7 @@ echo "$@" >> {folder}/asked
 case "$1 $2" in
     "show hostnames") printf 'n1\\nn2\\nn3\\nn4\\n' ;;
     "show job") echo "JobId=7 JobState=RUNNING ReqNodeList=(null) ExcNodeList=n[8-9]" ;;
-    requeue*) [ {requeue} = 0 ] && kill -TERM $PPID; exit {requeue} ;;
+    requeue*) [ {requeue} = 0 ] && kill -TERM $PPID $$; exit {requeue} ;;
 esac
 """
 TRAINS = "echo '0 5 1.0 2.0' > $MEGAGATE_SUPERVISE/progress; "
