@@ -1,7 +1,8 @@
 """What the supervisor and the trainer tell each other, and the history of a run, as files below SAVE/supervise/.
 
     history.jsonl            one JSON object a line, never rewritten: "attempt", "end", "skip", "preflight",
-                             and "refused" with what follows where Slurm does not do what an end has decided
+                             and "instead" with what follows where what an end has decided does not: Slurm refuses, or
+                             the supervisor is told to end
     progress                 the step that rank 0 has reached, rewritten at each step
     alive                    touched by the supervisor each minute (`alive`)
     outcome/rank_N.json      how a rank ended: rank 0 always, others where they failed
@@ -209,7 +210,7 @@ class History:
         for record in self.events():
             if record["event"] == "end":
                 ends[record["attempt"]] = dict(record)
-            elif record["event"] == "refused" and record["attempt"] in ends:
+            elif record["event"] == "instead" and record["attempt"] in ends:
                 ends[record["attempt"]] |= {"decision": record["decision"], "reason": record["reason"], "exclude": []}
         return list(ends.values())
 

@@ -235,25 +235,30 @@ class Supervisor:
                 return self._wait_for_slurm()
             records.say(f"megagate: Slurm does not requeue the job ({problem}): going on with the nodes that it has")
             decision = decide(attempts, replace(self.settings.policy, can_requeue=False))
-            self._write_refusal(problem, decision)
+            self._write_instead(decision, f"; Slurm does not requeue the job: {problem}")
             return self._act(decision, attempts)
-        deadline = time.monotonic() + decision.wait
-        while decision.action is not Action.REQUEUE and time.monotonic() < deadline and self._stop is None:
-            time.sleep(min(1.0, decision.wait))
-        out_of_time = self._stop == "SIGUSR1" and self.settings.policy.can_requeue
-        if decision.action is Action.REQUEUE or out_of_time:
-            problem = slurm.requeue()
-            if problem is None:
-                return self._wait_for_slurm()
-            records.say(f"megagate: Slurm does not requeue the job ({problem}): submit it again to go on")
-            self._write_refusal(problem, Decision(Action.STOP, "the job has no time left"))
-            return EXIT_AGAIN
-        return None if self._stop is None else EXIT_AGAIN
+        if decision.action is not Action.REQUEUE:
+            deadline = time.monotonic() + decision.wait
+            while time.monotonic() < deadline and self._stop is None:
+                time.sleep(min(1.0, decision.wait))
+            if self._stop is None:
+                return None
+            stopped = replace(attempts[-1], kind=Kind.STOPPED, signal=self._stop)
+            decision = decide([*attempts, stopped], self.settings.policy)
+            self._write_instead(decision)
+            if decision.action is not Action.REQUEUE:
+                return decision.status
+        problem = slurm.requeue()
+        if problem is None:
+            return self._wait_for_slurm()
+        records.say(f"megagate: Slurm does not requeue the job ({problem}): submit it again to go on")
+        instead = Decision(Action.STOP, "the job has no time left", EXIT_AGAIN)
+        self._write_instead(instead, f"; Slurm does not requeue the job: {problem}")
+        return instead.status
 
-    def _write_refusal(self, problem: str, instead: Decision) -> None:
+    def _write_instead(self, decision: Decision, why: str = "") -> None:
         number = self.history.of("attempt")[-1]["attempt"]
-        reason = f"{instead.reason}; Slurm does not requeue the job: {problem}"
-        self.history.add("refused", attempt=number, decision=instead.action, reason=reason)
+        self.history.add("instead", attempt=number, decision=decision.action, reason=f"{decision.reason}{why}")
 
     def _wait_for_slurm(self) -> int:
         """Wait until Slurm ends this process, whose job it has requeued; it may have said so already."""

@@ -66,7 +66,7 @@ class Job:
         monkeypatch.setenv("SLURM_JOB_ID", "7")
         monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-4]")
 
-    def run(self, *trainer: str, checks: tuple[str, ...] = ()) -> int:
+    def run(self, *trainer: str, checks: tuple[str, ...] = (), back_off: float = 0) -> int:
         """Supervise shell scripts that stand for the trainer and the checks of each attempt, the last for all later."""
         cases = []
         for name, scripts in (("megagate.pretrain", trainer), (preflight.__name__, checks)):
@@ -75,7 +75,7 @@ class Job:
                 cases.append(f"{name}-{last})\n{script}\n;;")
         (self.folder / "ranks.sh").write_text("case $2-$MEGAGATE_ATTEMPT in\n" + "\n".join(cases) + "\nesac\n")
         command = ["sh", str(self.folder / "ranks.sh"), "-m", "megagate.pretrain", "--save", str(self.save)]
-        policy = Policy(can_requeue=True, back_off=0)
+        policy = Policy(can_requeue=True, back_off=back_off)
         return Supervisor(command, self.save, Settings(policy, 60, 60, 60, () if checks else None)).run()
 
     @property
@@ -130,7 +130,10 @@ def test_giving_up_where_slurm_refuses_to_requeue(tmp_path: Path, monkeypatch: p
 
 
 def test_a_node_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Besides those that were; the job is never held, as it would stay if the supervisor died meanwhile."""
+    """Besides those that were; the job is never held, as it would stay if the supervisor died meanwhile.
+
+    Slurm ends all processes of a job that it requeues, scontrol among them if it is still there.
+    """
     job = Job(tmp_path, monkeypatch)
     started = time.monotonic()
     assert job.run(FINISHED, checks=(UNFIT,)) == 75
@@ -138,6 +141,35 @@ def test_a_node_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert changes == ["requeue 7", "update JobId=7 ExcNodeList=n[8-9],n3"]
     assert (job.ends[0]["decision"], job.ends[0]["exclude"]) == ("requeue", ["n3"])
     assert time.monotonic() - started < 45  # Slurm's word comes while the job is being changed
+
+
+@pytest.mark.parametrize(
+    ("number", "requeue", "decisions"),
+    [
+        (signal.SIGTERM, 0, ["restart", "stop"]),
+        (signal.SIGUSR1, 0, ["restart", "requeue"]),
+        (signal.SIGUSR1, 1, ["restart", "stop"]),
+    ],
+)
+def test_told_to_end_while_it_waits(
+    number: signal.Signals, requeue: int, decisions: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What follows is in the history, so that failures count anew where someone has to start the run again."""
+    job = Job(tmp_path, monkeypatch, requeue)
+
+    def sleep(seconds: float) -> None:
+        if seconds == 1:  # the wait, not a look at the ranks
+            os.kill(os.getpid(), number)
+        original(min(seconds, 0.1))
+
+    original = time.sleep
+    monkeypatch.setattr(time, "sleep", sleep)
+    assert job.run(TRAINS + "exit 1", back_off=600) == 75
+    assert [end["decision"] for end in job.ends] == decisions
+    if decisions[-1] == "stop":
+        assert "last decision: stop" in screen(job.save)
+        assert job.run(FINISHED) == 0
+        assert job.ends[-1]["decision"] == "done"
 
 
 def test_what_the_ranks_write_is_not_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
