@@ -127,16 +127,22 @@ def works(grid: Grid, output: Path, trainer: Sequence[str]) -> list[Work]:
 def _check_trainer(grid: Grid, trainer: Sequence[str]) -> None:
     """Raise UserError if a flag would overrule what makes cells different, or has no effect."""
     gate_axis = next((axis for flag, axis in grid.axis_of.items() if _is_gate(flag)), None)
+    axis_of = {_unnegated(flag): axis for flag, axis in grid.axis_of.items()}
     for flag in names_of(trainer):
-        name = flag.removeprefix("no-")
+        name = _unnegated(flag)
         if name in OWN_FLAGS:
             raise UserError(f"--{flag} after -- is what each cell has of its own: leave it out")
-        axis = grid.axis_of.get(name) or (gate_axis if _is_gate(name) else None)
+        axis = axis_of.get(name) or (gate_axis if _is_gate(name) else None)
         if axis is not None:
             raise UserError(
                 f"--{flag} after -- would overrule the axis {axis} of the grid {grid.path}, and make its cells alike: "
                 "leave one of the two out"
             )
+
+
+def _unnegated(flag: str) -> str:
+    """Return what a flag such as no-rope-fusion, or disable-rope-fusion, turns off; any other as it is."""
+    return flag.removeprefix("no-").removeprefix("disable-")
 
 
 def names_of(trainer: Sequence[str]) -> list[str]:

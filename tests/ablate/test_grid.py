@@ -128,12 +128,17 @@ def test_a_cell_that_is_there_twice_is_refused(tmp_path: Path) -> None:
         (["--lr=3"], r"--lr after -- would overrule the axis lr of the grid .*grid.yaml, and make its cells alike"),
         (["--gate-activation", "silu"], r"--gate-activation after -- would overrule the axis gate-preset"),
         (["--train-iters", "3", "--save", "x"], r"--save after -- is what each cell has of its own: leave it out"),
+        (["--no-rope-fusion"], r"--no-rope-fusion after -- would overrule the axis fusion"),
+        (["--disable-rope-fusion"], r"--disable-rope-fusion after -- would overrule the axis fusion"),
+        (["--swiglu"], r"--swiglu after -- would overrule the axis swiglu"),
         (["--omit", "lr"], r"--omit after -- is what each cell has of its own"),
     ],
 )
 def test_words_that_would_make_cells_alike_are_refused(words: list[str], message: str, tmp_path: Path) -> None:
-    grid = read_grid(write(tmp_path, axes={"lr": [1, 2], "gate-preset": ["baseline", "sdpa-headwise"]}))
-    assert len(works(grid, tmp_path, ["--train-iters", "3", "--gate-lr-mult", "2"])) == 4
+    fusion = {"fused": {}, "not": {"no-rope-fusion": True}}
+    axes = {"lr": [1, 2], "gate-preset": ["baseline", "sdpa-headwise"], "fusion": fusion, "swiglu": [True, False]}
+    grid = read_grid(write(tmp_path, axes=axes))
+    assert len(works(grid, tmp_path, ["--train-iters", "3", "--gate-lr-mult", "2"])) == 16
     with pytest.raises(UserError, match=message):
         works(grid, tmp_path, words)
 
