@@ -1,9 +1,10 @@
 """What would fail is found before anything runs: the trainer's own checks of every cell, by its dry run."""
 
+import contextlib
 import multiprocessing
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,15 @@ def check_evaluation(grid: Grid) -> None:
         raise UserError(f"the grid {grid.path} names no data to measure on: give --evaluate-on, or data-path in it")
     for path in paths if isinstance(paths, list) else [paths]:
         check_indexed_dataset(str(path))
+
+
+@contextlib.contextmanager
+def writing(output: Path) -> Iterator[None]:
+    """Raise UserError in the place of an OSError inside: `output` cannot be written to."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"cannot write to --output {output}: {error.strerror}; choose another") from error
 
 
 def note_stale(works: Sequence[Work]) -> None:

@@ -87,11 +87,15 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(grid: "Grid", found: "Sequence[Work]", output: Path, options: argparse.Namespace) -> int:
-    import shlex
-
     from megagate.ablate import cell, check
     from megagate.ablate.runner import run_all
+    from megagate.supervise.arguments import words_of
 
+    launcher = words_of(options.launcher) if options.launcher else None
+    # launch/process.sh has its variables where the trainings are started here.
+    evaluator = [sys.executable] if launcher else cell.local_evaluator(grid.world_size)
+    if options.evaluator:
+        evaluator = words_of(options.evaluator)
     chosen = found if options.cell is None else [found[options.cell]]
     unfinished = [work for work in chosen if work.result() is None]
     for work in chosen:
@@ -99,10 +103,10 @@ def _run(grid: "Grid", found: "Sequence[Work]", output: Path, options: argparse.
             print(f"{work.cell.name}: finished before", file=sys.stderr)
     check.note_stale(unfinished)
     check.check_evaluation(grid)
+    with check.writing(output):
+        (output / "cells").mkdir(parents=True, exist_ok=True)
     if unfinished and options.cell is None:
         check.check_all(grid, unfinished)
-    launcher = shlex.split(options.launcher) if options.launcher else None
-    evaluator = shlex.split(options.evaluator) if options.evaluator else cell.local_evaluator(grid.world_size)
     outcome = run_all(grid, unfinished, options.jobs, launcher, evaluator, options.progress)
     if options.cell is None:
         _show_table(grid, found, output)
@@ -119,6 +123,7 @@ def _run(grid: "Grid", found: "Sequence[Work]", output: Path, options: argparse.
 
 def _show_table(grid: "Grid", found: "Sequence[Work]", output: Path) -> int:
     """Print the table and write it beside the cells, as text, Markdown and JSON."""
+    from megagate.ablate.check import writing
     from megagate.ablate.table import rows_of, table
     from megagate.report.text import aligned, markdown
     from megagate.supervise.records import write_whole
@@ -130,12 +135,10 @@ def _show_table(grid: "Grid", found: "Sequence[Work]", output: Path) -> int:
         ".md": markdown(shown),
         ".json": json.dumps({"grid": str(grid.path), "definitions": shown.caption, "rows": rows}, indent=1) + "\n",
     }
-    try:
+    with writing(output):
         output.mkdir(parents=True, exist_ok=True)
         for suffix, text in files.items():
             write_whole(output / f"{grid.name}{suffix}", text)
-    except OSError as error:
-        raise UserError(f"cannot write to --output {output}: {error.strerror}; choose another") from error
     print(aligned(shown))
     return 0 if all(row["finished"] == row["cells"] for row in rows) else EXIT_UNFINISHED
 

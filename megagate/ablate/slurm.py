@@ -43,12 +43,10 @@ def freeze(copy: Path, texts: Mapping[Path, str], cells: Sequence[Work], output:
     Raises:
         UserError: it cannot be written, or has other cells: the grid was edited in the meantime.
     """
-    try:
+    with check.writing(output):
         for path, text in texts.items():
             path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(path, text)
-    except OSError as error:
-        raise UserError(f"cannot write to --output {output}: {error.strerror}; choose another") from error
     again = works(read_grid(copy), output, trainer)
     if [work.fingerprint for work in again] != [work.fingerprint for work in cells]:
         raise UserError(f"the grid {copy.name} or its recipe changed while it was being submitted: submit it again")

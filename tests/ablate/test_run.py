@@ -9,15 +9,18 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 import yaml
 
+from megagate.ablate import command, runner
 from megagate.ablate.cell import local_variables
 from megagate.ablate.grid import read_grid
-from megagate.ablate.runner import Progress, run_all
+from megagate.ablate.runner import Outcome, Progress, run_all
 from megagate.ablate.settings import works
+from megagate.errors import UserError
 from tests.distributed import ROOT
 from tests.evaluate.runs import VOCABULARY, random_documents, write_dataset
 from tests.launch.cluster import wait_for
@@ -172,6 +175,25 @@ def test_ranks_on_other_nodes_are_not_told_to_look_here(
 
 
 @pytest.mark.parametrize(
+    ("words", "evaluator"),
+    [
+        ([], ["bash", str(ROOT / "launch" / "process.sh")]),
+        (["--launcher", "srun x"], [sys.executable]),
+        (["--launcher", "srun x", "--evaluator", "srun 'a b'"], ["srun", "a b"]),
+    ],
+)
+def test_what_measures(words: list[str], evaluator: list[str], tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """launch/process.sh needs the interpreter's name, which only processes on this machine are given here."""
+    tiny.write_text(tiny.read_text() + "world-size: 2\n")
+    monkeypatch.chdir(tiny.parent)
+    monkeypatch.setattr(sys, "argv", ["ablate.py", "tiny.yaml", "--cell", "0", *words])
+    given: list[Any] = []
+    monkeypatch.setattr(runner, "run_all", lambda *words: given.extend(words) or Outcome())
+    assert command.main() == 0
+    assert given[4] == evaluator
+
+
+@pytest.mark.parametrize(
     ("words", "message"),
     [
         (["nowhere.yaml"], "cannot read the grid nowhere.yaml"),
@@ -184,15 +206,18 @@ def test_ranks_on_other_nodes_are_not_told_to_look_here(
             ["tiny.yaml", "--slurm", "--evaluate-on", "b"],
             "tasks look for b in .*: submit from there, or",
         ),
+        (
+            ["tiny.yaml", "--launcher", "a 'b"],
+            'cannot read the flags "a \'b": No closing quotation; correct the quotes',
+        ),
+        (["tiny.yaml", "--evaluator", "a 'b"], "cannot read the flags"),
+        (["tiny.yaml", "--output", "base.yaml"], "cannot write to --output .*base.yaml: Not a directory; choose"),
         (["tiny.yaml", "--slurm", "--gpus-per-node", "8"], "has 1 processes, and a node 8: give another"),
     ],
 )
 def test_mistakes(words: list[str], message: str, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from megagate.ablate.command import main
-    from megagate.errors import UserError
-
     monkeypatch.chdir(tiny.parent)
     monkeypatch.setattr(sys, "argv", ["ablate.py", *words])
     with pytest.raises(UserError, match=message):
-        main()
+        command.main()
     assert not (tiny.parent / "runs").exists()
