@@ -193,7 +193,8 @@ def _check_vocabulary(args: argparse.Namespace, saved: argparse.Namespace, check
     size, now = getattr(saved, "tokenizer_vocab_size", None), args.tokenizer_vocab_size
     if size == now:  # with --vocab-size both may be that, whatever the tokenizers; it may have got more tokens
         size, now = getattr(saved, "tokenizer_own_vocab_size", None), args.tokenizer_own_vocab_size
-        if size is not None and size < now:
+        is_any = saved.tokenizer_type == "NullTokenizer"  # as of an import without tokenizer: all rows are its tokens
+        if size is not None and (size < now or is_any):
             return
     if size is not None and size != now:
         raise UserError(

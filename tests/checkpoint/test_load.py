@@ -366,12 +366,14 @@ def test_another_model_or_schedule_is_refused(written: Path, flags: str, message
 
 
 def test_fewer_tokens_under_as_many_rows_are_another_tokenizer() -> None:
-    def sizes(own: int, rows: int) -> argparse.Namespace:
-        return argparse.Namespace(tokenizer_own_vocab_size=own, tokenizer_vocab_size=rows, tokenizer_model="t")
+    def sizes(own: int, rows: int, kind: str = "SentencePieceTokenizer") -> argparse.Namespace:
+        return argparse.Namespace(
+            tokenizer_own_vocab_size=own, tokenizer_vocab_size=rows, tokenizer_model="t", tokenizer_type=kind
+        )
 
-    older = sizes(0, 384)
+    older, without = sizes(0, 384), sizes(384, 384, "NullTokenizer")  # the latter as imported without a tokenizer
     del older.tokenizer_own_vocab_size
-    for fits in (sizes(340, 384), sizes(330, 384), older):
+    for fits in (sizes(340, 384), sizes(330, 384), older, without):
         _check_vocabulary(sizes(340, 384), fits, Path("c"))
     for apart, said in ((sizes(350, 384), "350 tokens, but t has 340"), (sizes(340, 340), "340 tokens, but t has 384")):
         with pytest.raises(UserError, match=f"^c was written with a tokenizer of {said}: use the same"):
