@@ -52,27 +52,36 @@ def as_checkpoint(directory: Path, family: str | None = None, layout: Layout | N
         family: to read the latter as, recognised if None.
         layout: the ranks, which must all call this; the first of each machine makes the temporary checkpoint. One
             process if None.
+
+    Raises:
+        UserError: the model cannot be converted, here or on another machine.
     """
     if not is_hugging_face(directory):
         yield directory
         return
     from megagate.checkpoint.convert import import_checkpoint
 
-    layout, checkpoint = layout or Layout(), Path()
+    layout, made = layout or Layout(), ""
+    keys = [f"megagate: checkpoint of rank {rank}" for rank in range(layout.world_size)]
+    store: torch.distributed.Store = torch.distributed.HashStore()
+    if layout.world_size > 1:  # there is no process group yet, and the first rank may be who keeps this store
+        wait = {"timeout": LONGEST_CONVERSION}
+        store, *_ = next(torch.distributed.rendezvous("env://", layout.rank, layout.world_size, **wait))
     with contextlib.ExitStack() as until_end:
-        if layout.local_rank == 0:
-            temporary = until_end.enter_context(tempfile.TemporaryDirectory(prefix="megagate-"))
-            print(f"converting {directory} in {temporary}", file=sys.stderr, flush=True)
-            checkpoint = Path(temporary) / "checkpoint"
-            import_checkpoint(directory, checkpoint, family_name=family)
-        if layout.world_size > 1:  # there is no process group yet, and the first rank may be who keeps this store
-            wait = {"timeout": LONGEST_CONVERSION}
-            store, *_ = next(torch.distributed.rendezvous("env://", layout.rank, layout.world_size, **wait))
-            key = f"megagate: checkpoint of rank {layout.rank - layout.local_rank}"
+        try:
             if layout.local_rank == 0:
-                store.set(key, str(checkpoint))
-            checkpoint = Path(store.get(key).decode())
-        yield checkpoint
+                temporary = until_end.enter_context(tempfile.TemporaryDirectory(prefix="megagate-"))
+                print(f"converting {directory} in {temporary}", file=sys.stderr, flush=True)
+                checkpoint = Path(temporary) / "checkpoint"
+                import_checkpoint(directory, checkpoint, family_name=family)
+                made = str(checkpoint)
+            else:
+                made = store.get(keys[layout.rank - layout.local_rank]).decode()
+        finally:
+            store.set(keys[layout.rank], made)  # nothing where this has failed, for which none waits
+        if not all(store.multi_get(keys)):
+            raise UserError(f"{directory} is not evaluated: another process, which says why, cannot convert it")
+        yield Path(made)
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ from unittest import mock
 import numpy as np
 import torch
 
+from megagate.errors import UserError
 from tests.training import EXPERTS, MODEL, train
 
 VOCABULARY = 64
@@ -103,6 +104,16 @@ def run_tool_as_started(words: list[str], machines: int) -> int:
     with mock.patch.object(convert, "import_checkpoint", wraps=convert.import_checkpoint) as conversion:
         assert run_tool(words) == 0
     return conversion.call_count
+
+
+def refused(directories: list[Path], data: str, machines: int) -> str:
+    """Return what this rank, without a process group, is refused with for its directory, once all have been."""
+    try:
+        run_tool_as_started(["--load", str(directories[int(os.environ["RANK"])]), "--data-path", data], machines)
+    except UserError as error:
+        torch.distributed.init_process_group("gloo")
+        return str(error)
+    raise AssertionError("not refused")
 
 
 def strided(folder: Path, stream: np.ndarray, stride: int) -> float:

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 
 import numpy as np
 import pytest
@@ -140,6 +141,17 @@ def test_several_ranks_find_the_loss_of_a_hugging_face_directory(machines, huggi
     expected, report = (json.loads((tmp_path / f"{file}.json").read_text()) for file in ("one", "two"))
     assert report["loss"] == pytest.approx(expected["loss"], rel=1e-6)
     assert report["tokens"] == expected["tokens"]
+
+
+@pytest.mark.parametrize("machines", [1, 2])
+def test_no_rank_waits_for_a_conversion_that_fails(machines, hugging_face, data, tmp_path):
+    """Be it that of its own machine or that of another."""
+    shutil.copytree(hugging_face, tmp_path / "broken")
+    (tmp_path / "broken/model.safetensors").unlink()
+    directories = [hugging_face if machines == 2 else tmp_path / "broken", tmp_path / "broken"]
+    said = run_distributed(runs.refused, 2, directories, data["many_documents"], machines, timeout=60)
+    assert "safetensors" in said.pop(machines - 1)
+    assert said == [f"{directories[2 - machines]} is not evaluated: another process, which says why, cannot convert it"]
 
 
 def test_names_of_datasets():
