@@ -18,9 +18,12 @@ def uncounted(args: argparse.Namespace) -> list[str]:
         "--fine-grained-activation-offloading": args.fine_grained_activation_offloading,
         f"--recompute-modules {' '.join(stored)}": stored,
         "--moe-expert-capacity-factor": args.num_experts and args.moe_expert_capacity_factor,
-        "--moe-token-dispatcher-type allgather (as alltoall)": args.num_experts
-        and args.moe_token_dispatcher_type == "allgather",
+        "--moe-latent-size": args.num_experts and args.moe_latent_size,
+        f"--moe-token-dispatcher-type {args.moe_token_dispatcher_type} (as alltoall)": args.num_experts
+        and args.moe_token_dispatcher_type != "alltoall",
         "--overlap-moe-expert-parallel-comm": args.overlap_moe_expert_parallel_comm,
         "--tp-comm-overlap": args.tp_comm_overlap,
+        "--cuda-graph-impl": args.cuda_graph_impl != "none",
+        "--window-size (as attention to all tokens before)": args.window_size,
     }
     return [flag for flag, is_given in flags.items() if is_given]

@@ -345,7 +345,8 @@ def set_recompute(args: argparse.Namespace, gate: GateConfig) -> None:
     modules = args.recompute_modules or ()
     for module in torch_backend.NOT_RECOMPUTED:
         if module in modules and args.transformer_impl == "local":
-            raise UserError(f"--recompute-modules {module} needs Transformer Engine: leave it out")
+            engine = "--transformer-impl transformer_engine"
+            raise UserError(f"--recompute-modules {module} needs Transformer Engine: leave it out, or add {engine}")
     args.recompute_gate = GATE_MODULE in modules
     if not args.recompute_gate:
         return

@@ -107,7 +107,8 @@ def test_recomputation_takes_less_memory_and_more_time(planned: list[tuple[int, 
 def test_flags_that_megatron_completes_or_the_plan_does_not_count() -> None:
     selective = SELECTIVE[:3]
     aware = ["--use-precision-aware-optimizer", "--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16"]
-    engine = ["--transformer-impl", "transformer_engine", *selective, "layernorm", "moe_act"]
+    engine = ["--transformer-impl", "transformer_engine", *selective, "layernorm", "moe_act", "--window-size", "64,0"]
+    engine += ["--moe-latent-size", "32", "--moe-token-dispatcher-type", "flex", "--cuda-graph-impl", "local"]
     flags = [
         *([], ["--recompute-activations"], [*selective, "core_attn"]),
         *(["--moe-layer-recompute"], [*selective, "core_attn", "moe"]),
@@ -124,7 +125,9 @@ def test_flags_that_megatron_completes_or_the_plan_does_not_count() -> None:
     assert memory[5]["main weights"] == memory[0]["main weights"] / 2
     assert memory[5]["Adam's moments"] == memory[0]["Adam's moments"] / 2
     assert all(run["assumptions"]["not counted"] == [] for run in (plain, moe, aware_plan))
-    skipped = ["--recompute-modules layernorm moe_act", "--moe-expert-capacity-factor"]
+    skipped = ["--recompute-modules layernorm moe_act", "--moe-expert-capacity-factor", "--moe-latent-size"]
+    skipped += ["--moe-token-dispatcher-type flex (as alltoall)", "--cuda-graph-impl"]
+    skipped.append("--window-size (as attention to all tokens before)")
     assert uncounted["assumptions"]["not counted"] == skipped
     assert (plain["run"]["tokens"], samples["run"]["tokens"]) == (240 * 16 * 256, 1000 * 256)
 
