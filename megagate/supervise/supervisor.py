@@ -74,7 +74,7 @@ class Supervisor:
             attempt, details = self._attempt(lock)
             attempts = [*self._attempts(), attempt]
             decision = decide(attempts, self.settings.policy)
-            back_to = checkpoints.go_back(self.save) if decision.action is Action.ROLL_BACK else None
+            back_to = self._go_back() if decision.action is Action.ROLL_BACK else None
             self._write_end(attempt, details, decision, back_to)
             records.say(f"megagate: {_sentence(attempt, details, decision)}")
             if back_to is not None:
@@ -82,6 +82,13 @@ class Supervisor:
             status = self._act(decision, attempts)
             if status is not None:
                 return status
+
+    def _go_back(self) -> int | None:
+        try:
+            return checkpoints.go_back(self.save)
+        except OSError as error:  # of storage, which the next attempt may find mended
+            records.say(f"megagate: cannot go back: {error}")
+            return None
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self._stop != "SIGTERM":  # Slurm's last word
@@ -137,7 +144,7 @@ class Supervisor:
         start = progress.started_at if progress else saved
         attempt = Attempt(kind, start, step, saved, began=progress is not None)
         last = progress.time if progress else begun[-1]["time"]
-        details = {"message": "the job or its first node went away before the supervisor could say so", "ended": last}
+        details = {"message": "the supervisor went away, perhaps with its job or its node", "ended": last}
         self._write_end(attempt, details, Decision(Action.RESTART, "the job is back"))
 
     def _attempt(self, lock: int) -> tuple[Attempt, dict[str, Any]]:

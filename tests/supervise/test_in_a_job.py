@@ -206,6 +206,22 @@ def test_a_mistake_that_was_none_before(tmp_path: Path, monkeypatch: pytest.Monk
     assert new.run(USER_ERROR) == 2
 
 
+def test_going_back_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture) -> None:
+    """On a full disk, say; the run is tried again as after any other fault of storage."""
+    job = Job(tmp_path, monkeypatch)
+    (job.save / "iter_0000008").mkdir(parents=True)
+    (job.save / "latest_checkpointed_iteration.txt").write_text("8")
+    (job.save / "rolled_back").write_text("no folder")
+    damaged = USER_ERROR.replace("user_error", "failed").replace("cannot read x.yaml", "the checkpoint is damaged")
+    assert job.run(damaged, damaged, FINISHED) == 0
+    assert [(end["kind"], end["decision"]) for end in job.ends] == [
+        ("loading", "restart"),
+        ("loading", "roll back"),
+        ("finished", "done"),
+    ]
+    assert "megagate: cannot go back: " in capfd.readouterr().out
+
+
 def test_the_lock_of_a_node_that_has_gone_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = Job(tmp_path, monkeypatch)
     (job.save / FOLDER).mkdir(parents=True)
