@@ -53,9 +53,13 @@ ONE_PROCESS: dict[str, Any] = {
     "use_cpu_initialization": False,
     # It masks as generation needs, and a model of either backend loads into it.
     "transformer_impl": "local",
-    # Ways to be fast on many GPUs, which refuse one rank, a CPU or the layers above.
+}
+
+FASTER: dict[str, Any] = {
     "moe_token_dispatcher_type": "alltoall",
     "moe_flex_dispatcher_backend": "deepep",
+    "moe_enable_deepep": False,
+    "moe_expert_rank_capacity_factor": None,
     "overlap_moe_expert_parallel_comm": False,
     "delay_wgrad_compute": False,
     "defer_embedding_wgrad_compute": False,
@@ -64,9 +68,16 @@ ONE_PROCESS: dict[str, Any] = {
     "moe_paged_stash": False,
     "batch_invariant_mode": False,
     "cuda_graph_impl": "none",
+    "use_te_activation_func": False,
+    "qk_clip": False,
+    "hybrid_context_parallel": False,
+    "symmetric_ar_type": None,
     "nccl_ub": False,
+    "nccl_communicator_config_path": None,
     "use_sharp": False,
+    "sharp_enabled_group": None,
 }
+"""Ways to be fast on many GPUs, which refuse one rank, a CPU or torch's layers, as they are left out."""
 
 STATE = ("expert_bias",)
 """Ends of the names of tensors that are no parameters."""
@@ -160,7 +171,7 @@ def for_one_process(saved: argparse.Namespace) -> argparse.Namespace:
         from megagate.model.backends import torch_backend
         from megagate.pretrain.backend import WITHOUT_FP8
     platform = WITHOUT_FP8 | torch_backend.ARGUMENTS | (cpu.ARGUMENTS if on_cpu() else {})
-    for name, value in (ONE_PROCESS | FORWARD_ONLY | platform).items():
+    for name, value in (ONE_PROCESS | FASTER | FORWARD_ONLY | platform).items():
         setattr(args, name, value)
     args.hybrid_layer_pattern = args.hybrid_layer_pattern.replace("|", "")
     args.micro_batch_size = args.global_batch_size = 1  # read by Megatron's batch bookkeeping only

@@ -20,7 +20,7 @@ import torch
 
 import megagate.platform  # noqa: F401  # before Megatron
 from megagate.errors import UserError, reason
-from megagate.evaluate.load import take_down
+from megagate.evaluate.load import FASTER, take_down
 from megagate.model.pattern import as_hybrid
 from megagate.plan.fp8 import fp8_weights
 from megagate.plan.gpus import GIB
@@ -138,7 +138,7 @@ def build(args: argparse.Namespace) -> Iterator[Rank]:
     gate_optimizer.apply()
     args.use_cpu_initialization = args.perform_initialization = False  # else some tensors lie on the CPU and get values
     args.load = args.pretrained_checkpoint = None
-    args.moe_token_dispatcher_type = "alltoall"  # others want packages to be built, and a rank holds the same
+    vars(args).update(FASTER)  # which want packages and machines, and of which a rank holds the same
     # As --fake-process-group would, which refuses token dispatchers that a model can be built with.
     args.fake_process_group, args.use_gloo_process_groups = True, False
     meta = "meta"  # by name, with which Transformer Engine compares

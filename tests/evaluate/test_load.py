@@ -9,13 +9,28 @@ from tests.distributed import run_distributed
 
 RUNS: dict[str, dict[str, Any]] = {
     "virtual stages": {"num_virtual_stages_per_pipeline_rank": 2, "pipeline_model_parallel_size": 4},
-    "DeepEP": {"moe_token_dispatcher_type": "flex"},
+    "DeepEP": {"moe_token_dispatcher_type": "flex", "moe_enable_deepep": True},
+    "hybrid EP": {
+        "moe_token_dispatcher_type": "flex",
+        "moe_flex_dispatcher_backend": "hybridep",
+        "moe_expert_rank_capacity_factor": 1.5,
+    },
+    "hybrid context": {"hybrid_context_parallel": True},
+    "activation": {"use_te_activation_func": True},
+    "clipped": {"qk_clip": True},
     "NCCL": {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "ncclep"},
     "overlap": {"overlap_moe_expert_parallel_comm": True, "delay_wgrad_compute": True},
     "deferred": {"defer_embedding_wgrad_compute": True, "wgrad_deferral_limit": 2},
     "grouped": {"moe_grouped_gemm": True, "moe_single_grouped_weight": True, "moe_paged_stash": True},
     "graphs": {"cuda_graph_impl": "local", "batch_invariant_mode": True},
-    "network": {"nccl_ub": True, "use_sharp": True, "tp_comm_overlap": True},
+    "network": {
+        "nccl_ub": True,
+        "nccl_communicator_config_path": "gone.yaml",
+        "use_sharp": True,
+        "sharp_enabled_group": "dp",
+        "symmetric_ar_type": "two_shot",
+        "tp_comm_overlap": True,
+    },
     "memory": {
         "fine_grained_activation_offloading": True,
         "offload_modules": ["core_attn"],

@@ -135,8 +135,9 @@ def test_a_gpt_model_is_checked_and_built(monkeypatch: pytest.MonkeyPatch) -> No
     flags = [*(MODEL + GATED).split(), "--bf16", "--model-impl", "gpt", "--fp8-format", "e4m3"]
     with pytest.raises(UserError, match=r"linear_fc2 is 256 x 24 on each rank"):
         arguments_for([*flags, "--moe-ffn-hidden-size", "24"], 8)
-    # Nor does a rank that is built here need DeepEP.
-    args, _ = arguments_for([*flags, *"--expert-model-parallel-size 2 --moe-token-dispatcher-type flex".split()], 8)
+    # Nor does a rank that is built here need DeepEP, or a network that reduces.
+    flags += "--expert-model-parallel-size 2 --moe-token-dispatcher-type flex --moe-enable-deepep --use-sharp".split()
+    args, _ = arguments_for(flags, 8)
     assert args.moe_token_dispatcher_type == "flex"
     with build(args) as rank:
         assert "0.module.decoder.layers.1.self_attention.linear_qkv.weight" in rank.parameters()
