@@ -123,7 +123,8 @@ def _attention(args: argparse.Namespace, layout: Layout, recomputed: tuple[str, 
         saved += tokens * heads * FP32  # logarithms of the softmax' sums
     saved += query  # the result
     total = Counter(attention=saved)
-    total["gate"] = _gate(gate, args, layout, heads, groups, rows.gate_channels)
+    is_gathered = layout.context > 1 and "core_attn" not in recomputed  # attention keeps copies of keys and values
+    total["gate"] = _gate(gate, args, layout, heads, groups, rows.gate_channels, is_gathered)
     return total
 
 
@@ -135,7 +136,13 @@ def _masks(layout: Layout, width: int) -> int:
 
 
 def _gate(
-    gate: GateConfig, args: argparse.Namespace, layout: Layout, heads: int, groups: int, score_channels: int
+    gate: GateConfig,
+    args: argparse.Namespace,
+    layout: Layout,
+    heads: int,
+    groups: int,
+    score_channels: int,
+    is_gathered: bool,
 ) -> int:
     """Return the bytes of gated tensors, and of scores, which the fused kernel does not keep."""
     width, channels, rebuilt = args.params_dtype.itemsize, args.kv_channels, args.recompute_gate
@@ -156,7 +163,8 @@ def _gate(
         count = heads if gate.is_on_query_heads else groups
         scores = layout.tokens * count * score_channels
         # How often the product is kept: as the output projection's or attention's input, or as a norm's.
-        read = gate.position in (GatePosition.SDPA, GatePosition.VALUE, GatePosition.KEY_VALUE)
+        is_value = gate.position in (GatePosition.VALUE, GatePosition.KEY_VALUE)
+        read = gate.position == GatePosition.SDPA or (is_value and not is_gathered)
         normed = args.qk_layernorm and gate.position in (GatePosition.KEY, GatePosition.KEY_VALUE)
         kept = 0 if rebuilt else layout.tokens * count * channels * width * (read + normed)
         if gate.position == GatePosition.KEY_VALUE:

@@ -61,6 +61,7 @@ SAVED_ON_TWO_RANKS = [
     MIXED + TENSOR + "--expert-tensor-parallel-size 2",
     MIXED + "--context-parallel-size 2",
     MIXED + "--context-parallel-size 2 " + SELECTIVE + "core_attn",
+    MODEL + "--context-parallel-size 2 --gate-preset value-elementwise",
     MODEL + "--tensor-model-parallel-size 2 --gate-preset sdpa-headwise",
     MIXED.replace("--num-query-groups 4", "--num-query-groups 1") + TENSOR,
 ]
