@@ -86,8 +86,8 @@ def arguments_for(argv: Sequence[str], world_size: int, rank: int = 0) -> tuple[
         stand_ins += ["--tokenizer-type", "NullTokenizer"]
         notes.append("no tokenizer is given: the run needs --tokenizer-type")
     args = read([*argv, *stand_ins], elsewhere=True)
-    # Of which nothing is left in what stands in.
-    args.fp8_weights, args.uncounted = fp8_weights(args), uncounted(args)
+    # Of which nothing is left in what stands in, nor all of it in what has been read.
+    args.fp8_weights, args.uncounted = fp8_weights(args), uncounted(given)
     note = stand_in(args)
     if note is not None:
         notes.append(note)

@@ -9,7 +9,7 @@ def uncounted(args: argparse.Namespace) -> list[str]:
     """Return flags that change what a plan counts and that it counts as if they were not there.
 
     Args:
-        args: from `megagate.pretrain.arguments.read`, before anything stands in for Transformer Engine's parts.
+        args: as given, before flags are taken out that need Transformer Engine.
     """
     stored = [name for name in args.recompute_modules or () if name in NOT_RECOMPUTED]
     flags = {
@@ -20,7 +20,7 @@ def uncounted(args: argparse.Namespace) -> list[str]:
         "--moe-expert-capacity-factor": args.num_experts and args.moe_expert_capacity_factor,
         "--moe-latent-size": args.num_experts and args.moe_latent_size,
         f"--moe-token-dispatcher-type {args.moe_token_dispatcher_type} (as alltoall)": args.num_experts
-        and args.moe_token_dispatcher_type != "alltoall",
+        and args.moe_token_dispatcher_type in ("allgather", "flex"),
         "--overlap-moe-expert-parallel-comm": args.overlap_moe_expert_parallel_comm,
         "--tp-comm-overlap": args.tp_comm_overlap,
         "--cuda-graph-impl": args.cuda_graph_impl != "none",

@@ -109,11 +109,12 @@ def test_flags_that_megatron_completes_or_the_plan_does_not_count() -> None:
     aware = ["--use-precision-aware-optimizer", "--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16"]
     engine = ["--transformer-impl", "transformer_engine", *selective, "layernorm", "moe_act", "--window-size", "64,0"]
     engine += ["--moe-latent-size", "32", "--moe-token-dispatcher-type", "flex", "--cuda-graph-impl", "local"]
+    overlap = ["--tensor-model-parallel-size", "2", "--sequence-parallel", "--tp-comm-overlap"]
     flags = [
         *([], ["--recompute-activations"], [*selective, "core_attn"]),
         *(["--moe-layer-recompute"], [*selective, "core_attn", "moe"]),
         *(aware, [*engine, "--moe-expert-capacity-factor", "1"]),
-        ["--omit", "train-iters", "lr-warmup-iters", "--train-samples", "1000"],
+        [*overlap, "--omit", "train-iters", "lr-warmup-iters", "--train-samples", "1000"],
     ]
     results = run_distributed(plans, 1, [[*SMALL, *more, "--json", "-"] for more in flags], timeout=100)[0]
     found = [numbers_of(text) for _, text in results]
@@ -129,6 +130,7 @@ def test_flags_that_megatron_completes_or_the_plan_does_not_count() -> None:
     skipped += ["--moe-token-dispatcher-type flex (as alltoall)", "--cuda-graph-impl"]
     skipped.append("--window-size (as attention to all tokens before)")
     assert uncounted["assumptions"]["not counted"] == skipped
+    assert samples["assumptions"]["not counted"] == ["--tp-comm-overlap"]
     assert (plain["run"]["tokens"], samples["run"]["tokens"]) == (240 * 16 * 256, 1000 * 256)
 
 
