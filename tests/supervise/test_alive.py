@@ -1,6 +1,7 @@
 """A sign of life is as old as its file system says, whatever the clocks of the nodes say."""
 
 import os
+import subprocess
 import time
 from pathlib import Path
 
@@ -36,7 +37,13 @@ def test_a_clock_that_is_wrong(wrong: float, tmp_path: Path, monkeypatch: pytest
     assert 1000 <= (alive.age(tmp_path / alive.FILE) or 0.0) < 1300
 
 
-def test_where_nothing_can_be_written() -> None:
-    """/proc has files of now, and takes none."""
-    assert (alive.age(Path("/proc/self/stat")) or 0.0) < 300
-    assert alive.age(Path("/proc/self/nothing")) is None
+def test_where_nothing_can_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine's own clock counts: /proc takes no files, and its files of a process are as old as the process."""
+    with subprocess.Popen(["sleep", "600"]) as process:
+        try:
+            folder, clock = Path(f"/proc/{process.pid}"), time.time
+            monkeypatch.setattr(time, "time", lambda: clock() + 1000)
+            assert 1000 <= (alive.age(folder / "stat") or 0.0) < 1300
+            assert alive.age(folder / "nothing") is None
+        finally:
+            process.kill()
