@@ -27,11 +27,12 @@ import megagate
 from megagate.ablate.grid import OWN_FLAGS, Cell, Grid
 from megagate.errors import UserError
 from megagate.recipe import ENVIRONMENT_KEY, read_recipe
+from megagate.supervise.checkpoints import TRACKER
 
 RESULT = "result.json"
 IN_FOLDERS = (
     *("tokenizer*", "vocab*", "merges*", "added_tokens*", "special_tokens*", "*.model"),
-    "latest_checkpointed_iteration.txt",
+    TRACKER,
 )
 """Files by which a folder that a flag names is known: a tokenizer's, and what says which checkpoint is loaded."""
 
