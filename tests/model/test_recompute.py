@@ -80,7 +80,8 @@ def test_gate_is_taken_from_what_megatron_recomputes() -> None:
 
 @pytest.mark.parametrize("module", ["layernorm", "gdn_norm_out"])
 def test_what_needs_transformer_engine_is_refused(module: str) -> None:
-    with pytest.raises(UserError, match=f"--recompute-modules {module} needs Transformer Engine"):
+    mend = "leave it out, or add --transformer-impl transformer_engine"
+    with pytest.raises(UserError, match=f"--recompute-modules {module} needs Transformer Engine: {mend}"):
         read([*TINY, *SELECTIVE, "--recompute-modules", module])
 
 

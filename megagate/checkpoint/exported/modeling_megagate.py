@@ -113,9 +113,10 @@ class MegagateConfig(PreTrainedConfig):
         chosen |= {axis: value for axis, value in self.gate.items() if axis != "row_alignment"}
         for name, value in chosen.items():
             if value not in (CHOICES | GATE).get(name, ()):
-                raise ValueError(f"{name} {value!r} is not known to modeling_megagate.py")
+                raise ValueError(f"{name} {value!r} is not known to modeling_megagate.py: correct config.json")
         if "".join(self.blocks) != self.hybrid_layer_pattern:
-            raise ValueError(f"hybrid_layer_pattern {self.hybrid_layer_pattern!r} has letters other than *, G, - and E")
+            pattern = f"hybrid_layer_pattern {self.hybrid_layer_pattern!r}"
+            raise ValueError(f"{pattern} has letters other than *, G, - and E: correct config.json")
         self.num_hidden_layers = len(self.blocks)
         self.layer_types = [self._layer_type(index, block) for index, block in enumerate(self.blocks)]
         super().__post_init__(**kwargs)
